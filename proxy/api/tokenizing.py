@@ -12,7 +12,7 @@ from kvferry.common.exceptions import NOT_JSON
 from kvferry.common.json_errors import check_utf8
 from kvferry.proxy.errors import AgentLost, AgentTimeout, InvalidRequest, ModelNotFound, NoAgent
 from kvferry.proxy.fleet.fleet import Fleet
-from kvferry.proxy.fleet.registry import NodeState
+from kvferry.proxy.fleet.snapshot import NodeState
 from kvferry.proxy.http.pool import UpstreamPool
 from kvferry.proxy.ids import RequestId
 from kvferry.proxy.request import MAX_MODEL_CHARS

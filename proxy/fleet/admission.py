@@ -18,8 +18,7 @@ from dataclasses import dataclass
 
 from kvferry.proxy.errors import Overloaded
 from kvferry.proxy.fleet.load import Slots
-from kvferry.proxy.fleet.router import NoPair, Pair
-from kvferry.proxy.fleet.routing_request import RoutingRequest
+from kvferry.proxy.fleet.routing_request import NoPair, Pair, RoutingRequest
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.wire.registration import Incarnation
 

@@ -16,13 +16,13 @@ import msgspec
 from kvferry.proxy.fleet.address_rules import AddressRules
 from kvferry.proxy.fleet.admission import Admission, Reservation
 from kvferry.proxy.fleet.circuit_breaker import BreakerSettings
-from kvferry.proxy.fleet.groups import alike
 from kvferry.proxy.fleet.load import Loads, Slots
 from kvferry.proxy.fleet.policy import PolicyName
 from kvferry.proxy.fleet.registry import Registry
-from kvferry.proxy.fleet.router import NO_AGENTS, NoPair, Pair, Router, make_policy
-from kvferry.proxy.fleet.routing_request import RoutingRequest
+from kvferry.proxy.fleet.router import Decision, Router, Turns, make_policy
+from kvferry.proxy.fleet.routing_request import NO_AGENTS, NoPair, Pair, RoutingRequest
 from kvferry.proxy.fleet.scaling import AgentLoad, ScalingSignals, Signals
+from kvferry.proxy.fleet.snapshot import alike
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.wire.registration import Bye, Incarnation, Register
 
@@ -89,6 +89,7 @@ class Fleet:
         self._scaling = ScalingSignals(clock, settings.decode_limit)
         self.registry.subscribe(self._scaling.note)
         self._pumped_at = -1
+        self._turns = Turns()
         self.router = _router(settings, self.slots)
         self.clock = clock
 
@@ -166,12 +167,13 @@ class Fleet:
         if request.must_match is not None:
             snapshot = alike(snapshot, request.must_match)
         # An agent alone would begin again with token 1, which the client may have by now.
-        pair = self.router.choose(
-            snapshot, request.routing_request, request.exclude, apart=request.must_match is not None
-        )
-        if isinstance(pair, Pair):
-            self.registry.attempt_started(node.incarnation for node in pair.nodes)
-        return pair
+        asked, is_migration = request.routing_request, request.must_match is not None
+        chosen = self.router.choose(snapshot, asked, self._turns, request.exclude, apart=is_migration)
+        if not isinstance(chosen, Decision):
+            return chosen
+        self.router.apply(chosen, asked, self._turns, snapshot.models)
+        self.registry.attempt_started(node.incarnation for node in chosen.pair.nodes)
+        return chosen.pair
 
 
 def note_model(metrics: Metrics, update: Register | Bye) -> None:

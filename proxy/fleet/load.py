@@ -8,7 +8,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from kvferry.proxy.fleet.registry import Leg, Node
+from kvferry.proxy.fleet.pairing import Leg
+from kvferry.proxy.fleet.snapshot import Node
 from kvferry.proxy.wire.registration import Incarnation
 
 

@@ -15,12 +15,10 @@ from heapq import nlargest
 from random import Random
 from typing import Literal
 
-import msgspec
-
 from kvferry.common.hashing import Purpose, digest
 from kvferry.proxy.fleet.load import Candidates, Listed
-from kvferry.proxy.fleet.registry import Node
-from kvferry.proxy.fleet.routing_request import CHUNK_TOKENS, RoutingRequest
+from kvferry.proxy.fleet.routing_request import CHUNK_TOKENS, PrefixLender, RoutingRequest
+from kvferry.proxy.fleet.snapshot import Node
 from kvferry.proxy.wire.registration import LENDS_SINCE, NATIVE_DIALECT, Incarnation, Register, common_version
 
 PolicyName = Literal["round_robin", "least_loaded", "power_of_two", "prefix_aware", "session"]
@@ -186,13 +184,6 @@ class PrefixAware(Policy):
 
     def cached_tokens(self, node: Node, request: RoutingRequest) -> int:
         return self._index.matched(request.chunks, node.incarnation) * CHUNK_TOKENS
-
-
-class PrefixLender(msgspec.Struct, frozen=True):
-    """From whom a prefill agent may pull the beginning of a prompt, if it lacks at least so many tokens."""
-
-    agent: Register
-    min_tokens: int
 
 
 class PrefixLenders:

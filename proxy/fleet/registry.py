@@ -8,24 +8,24 @@ that a test can walk through hours in a loop.
 from __future__ import annotations
 
 import asyncio
-import enum
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 from urllib.parse import urlsplit
 
 from kvferry.proxy.fleet.address_rules import (
     AddressRules,
-    RejectedAgent,
     RejectedAgents,
     RejectReason,
     speaks_tls,
 )
 from kvferry.proxy.fleet.circuit_breaker import Breaker, BreakerSettings, BreakerState
+from kvferry.proxy.fleet.pairing import Leg, Pairing, pairing_terms
+from kvferry.proxy.fleet.snapshot import Node, NodeState, Snapshot
 from kvferry.proxy.telemetry.event_log import EventKind, EventLog
 from kvferry.proxy.wire.registration import (
     NATIVE_DIALECT,
@@ -39,7 +39,6 @@ from kvferry.proxy.wire.registration import (
 
 logger = logging.getLogger(__name__)
 
-Leg = Literal["prefill", "decode"]
 ROLES: tuple[Literal["prefill", "decode", "both"], ...] = ("prefill", "decode", "both")
 
 STALL_S = 30.0
@@ -64,21 +63,6 @@ MAX_RETIRED = 4096
 EXPIRY_S = {NATIVE_DIALECT: NODE_EXPIRY_S, "atom": 3.5 * 5.0, "vllm-moriio": 3.5 * 3.0}
 
 
-class NodeState(enum.StrEnum):
-    """Why a known agent is, or is not, in rotation."""
-
-    READY = "ready"
-    STARTING = "starting"
-    DRAINING = "draining"
-    REFUSING = "refusing"
-    """A connection to it was refused after its last believable ping."""
-    TRIPPED = "tripped"
-    """It failed too often in a row; a probe is not due yet (`proxy.fleet.circuit_breaker`)."""
-    STALLED = "stalled"
-    """It pings, but makes no progress: for 30 s its engine has not stepped with something to run, or its HTTP
-    loop has not run."""
-
-
 class Place(NamedTuple):
     """Where agents run: a host, or one address of it, such as that of a Pod. `host_id`: empty if unknown."""
 
@@ -93,79 +77,6 @@ class Place(NamedTuple):
     def holds(self, other: Place) -> bool:
         """Return whether `other` is this place, or an address of this host."""
         return self in (other, other.host)
-
-
-@dataclass(frozen=True, slots=True)
-class Node:
-    """One agent at one moment.
-
-    `ours_at_ping`: sequences that this proxy had in flight there when the agent reported its load. `drained`:
-    taken out of rotation by an operator of this proxy; the agent does not know. `is_ending`: an operator has
-    asked this proxy to let it drain and end.
-    """
-
-    info: Register
-    state: NodeState
-    heard_at: float
-    ours_at_ping: int = 0
-    drained: bool = False
-    breaker: BreakerState = BreakerState.CLOSED
-    is_ending: bool = False
-
-    @property
-    def incarnation(self) -> Incarnation:
-        return self.info.incarnation
-
-    @property
-    def on_trial(self) -> bool:
-        """Whether a probe of its circuit breaker is under way, which soon shows whether it works again."""
-        return self.state is NodeState.TRIPPED and self.breaker is BreakerState.HALF_OPEN
-
-    def serves(self, leg: Leg) -> bool:
-        """Return whether a request's `leg` may be sent to this agent now."""
-        return self.state is NodeState.READY and self.info.role in (leg, "both")
-
-
-@dataclass(slots=True, eq=False)
-class Memo:
-    """What is derived from the registrations, kept until their `pairing_terms` change.
-
-    `groups`: by `proxy.fleet.groups`. `changed`: positions of agents whose nodes have changed, for who keeps
-    more than that (`proxy.fleet.candidates`) and clears it.
-    """
-
-    groups: object = None
-    changed: set[int] = field(default_factory=set)
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """All agents at one moment, ordered by address so that a rotation over them is stable.
-
-    `models` also holds the names that were served lately: their absence is an outage, not a wrong name.
-    `rejected`: agents whose registrations were rejected lately. `is_altered`: it shows agents otherwise than
-    the registry does, for the sake of one request or page.
-    """
-
-    nodes: tuple[Node, ...]
-    models: frozenset[str]
-    rejected: tuple[RejectedAgent, ...] = ()
-    memo: Memo = field(default_factory=Memo, compare=False, repr=False)
-    is_altered: bool = field(default=False, compare=False)
-
-    def up(self, leg: Leg) -> list[int]:
-        """Return the positions in `nodes` of the agents that serve the leg now."""
-        return [position for position, node in enumerate(self.nodes) if node.serves(leg)]
-
-    def only(self, keep: Callable[[Node], bool]) -> Snapshot:
-        """Return the snapshot with all other agents out of rotation."""
-        return self.altered(
-            node if keep(node) else replace(node, state=NodeState.DRAINING) for node in self.nodes
-        )
-
-    def altered(self, nodes: Iterable[Node]) -> Snapshot:
-        """Return the snapshot with other nodes of the same agents."""
-        return replace(self, nodes=tuple(nodes), is_altered=True)
 
 
 @dataclass(slots=True)
@@ -205,23 +116,27 @@ class SnapshotCache:
     """What is kept from one snapshot to the next.
 
     `order`: positions by incarnation; None when agents came, went or moved. `stale`: whose nodes are to be
-    made anew. `changes_at`: when the first node's state may change by the passing of time.
+    made anew. `changes_at`: when the first node's state may change by the passing of time. `pairing`: None
+    when the terms of an agent have changed. `number`: of the last snapshot. `changed`: the positions of nodes
+    that have changed since.
     """
 
     order: dict[Incarnation, int] | None = None
     nodes: list[Node] = field(default_factory=list)
     stale: set[Incarnation] = field(default_factory=set)
     changes_at: float = float("inf")
-    memo: Memo = field(default_factory=Memo)
+    pairing: Pairing | None = None
     snapshot: Snapshot | None = None
+    number: int = 0
+    changed: set[int] = field(default_factory=set)
     revision: int = 0
 
     def order_changed(self) -> None:
-        self.order = self.snapshot = None
+        self.order = None
         self.terms_changed()
 
     def terms_changed(self) -> None:
-        self.memo, self.snapshot = Memo(), None
+        self.pairing = self.snapshot = None
 
 
 class Registry:
@@ -480,7 +395,13 @@ class Registry:
         last = cache.snapshot
         if last is None or rejected != last.rejected or self._models.keys() != last.models:
             names = last.models if last and self._models.keys() == last.models else frozenset(self._models)
-            cache.snapshot = last = Snapshot(tuple(cache.nodes), names, rejected, cache.memo)
+            if cache.pairing is None:
+                cache.pairing = Pairing([node.info for node in cache.nodes])
+            cache.number += 1
+            changed, cache.changed = frozenset(cache.changed), set()
+            cache.snapshot = last = Snapshot(
+                tuple(cache.nodes), cache.pairing, names, rejected, cache.number, changed
+            )
         return last
 
     def revision(self) -> int:
@@ -586,7 +507,6 @@ class Registry:
             cache.order = {incarnation: position for position, incarnation in enumerate(by_address)}
             cache.nodes = [_node(self._records[incarnation], now) for incarnation in by_address]
             cache.stale.clear()
-            cache.terms_changed()
             cache.revision += 1
             cache.changes_at = min(
                 (_changes_at(each, now) for each in self._records.values()), default=float("inf")
@@ -603,7 +523,7 @@ class Registry:
             cache.changes_at = min(cache.changes_at, _changes_at(record, now))
             if node != before:
                 cache.nodes[position] = node
-                cache.memo.changed.add(position)
+                cache.changed.add(position)
                 cache.snapshot = None
                 cache.revision += _routed_by(node) != _routed_by(before)
         cache.stale.clear()
@@ -732,23 +652,6 @@ def _changes_at(record: _Record, now: float) -> float:
     if record.info.load.running > 0 and not _stalled(record, now):
         at = min(at, record.progress_at + STALL_S - ROUNDING_S)
     return at
-
-
-def pairing_terms(info: Register) -> tuple[object, ...]:
-    """Return all that decides with whom an agent can serve; the groups hold while it stays the same."""
-    return (
-        info.role,
-        info.dialect,
-        info.model,
-        info.weights,
-        info.tokenizer,
-        info.layout,
-        info.transfer_mode,
-        info.transfers,
-        info.host_id,
-        info.control_versions,
-        info.refusals,
-    )
 
 
 def _routed_by(node: Node) -> tuple[object, ...]:

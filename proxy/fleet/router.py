@@ -3,17 +3,16 @@
 
 from __future__ import annotations
 
-import enum
 import math
+from collections.abc import Collection
 from dataclasses import replace
 from random import Random
 
 import msgspec
 
 from kvferry.proxy.dialects.names import SERVING_ALONE
-from kvferry.proxy.fleet.candidates import Openings, Search
-from kvferry.proxy.fleet.groups import Matching, groups_of
-from kvferry.proxy.fleet.load import Candidates, Loads
+from kvferry.proxy.fleet.load import Loads
+from kvferry.proxy.fleet.pairing import Leg
 from kvferry.proxy.fleet.policy import (
     LeastLoaded,
     Policy,
@@ -21,50 +20,41 @@ from kvferry.proxy.fleet.policy import (
     PowerOfTwo,
     PrefixAware,
     PrefixIndex,
-    PrefixLender,
     PrefixLenders,
     RoundRobin,
     Session,
 )
-from kvferry.proxy.fleet.registry import Leg, Node, NodeState, Snapshot
-from kvferry.proxy.fleet.routing_request import RoutingRequest
+from kvferry.proxy.fleet.rotation import CandidateIndex, in_rotation, no_pair, unknown_model
+from kvferry.proxy.fleet.routing_request import NO_AGENTS, NoPair, Pair, RoutingRequest
+from kvferry.proxy.fleet.snapshot import Node, NodeState, Snapshot
 from kvferry.proxy.wire.registration import Incarnation
 
-NO_AGENTS: frozenset[Incarnation] = frozenset()
+
+class Decision(msgspec.Struct, frozen=True):
+    """The pair for a request. `is_lone`: one agent was chosen to serve all of it, in the turn of such."""
+
+    pair: Pair
+    is_lone: bool = False
 
 
-class Pair(msgspec.Struct, frozen=True):
-    """The agents of one attempt. `alone`: one agent serves the whole request, and no KV moves.
+class Turns:
+    """How many requests for each model were routed before: to pairs, and to one agent alone."""
 
-    `streamed`: the prompt is long enough for its KV to move while it is computed, and there is room for it.
-    `prefix_lender`: an agent that may lend the prefill agent the KV of the prompt's beginning.
-    """
+    def __init__(self) -> None:
+        self._pairs: dict[str, int] = {}
+        self._lone: dict[str, int] = {}
 
-    prefill: Node
-    decode: Node
-    streamed: bool = False
-    prefix_lender: PrefixLender | None = None
+    def of(self, model: str, *, lone: bool = False) -> int:
+        """Return how many went before."""
+        return (self._lone if lone else self._pairs).get(model, 0)
 
-    @property
-    def alone(self) -> bool:
-        return self.prefill.info.incarnation == self.decode.info.incarnation
-
-    @property
-    def nodes(self) -> tuple[Node, ...]:
-        """The agents of the pair, each once."""
-        return (self.prefill,) if self.alone else (self.prefill, self.decode)
-
-
-class NoPair(enum.StrEnum):
-    """Why there is no pair for the request; the words are shown to clients."""
-
-    UNKNOWN_MODEL = "no agent serves this model"
-    NO_AGENT = "no agent has announced itself"
-    NO_PREFILL = "no prefill agent is ready for this model"
-    NO_DECODE = "no decode agent is ready for this model"
-    INCOMPATIBLE = "no prefill agent fits a decode agent of this model"
-    FULL = "all agents of this model are busy"
-    """The only one worth waiting for. An agent on trial after failures is busy with its probe."""
+    def count(self, model: str, served: Collection[str], *, lone: bool = False) -> None:
+        """Count one. Drops the counts of models that are not among those `served`."""
+        turns = self._lone if lone else self._pairs
+        turns[model] = turns.get(model, 0) + 1
+        if len(turns) > len(served):
+            for gone in [name for name in turns if name not in served]:
+                del turns[gone]
 
 
 class Router:
@@ -93,102 +83,87 @@ class Router:
         prefix_pull_min_tokens: int = 0,
     ) -> None:
         self._policies: dict[Leg, Policy] = {"prefill": prefill, "decode": decode}
-        self._loads = loads
         self._split_min_tokens = split_min_tokens
         self._stream_pull_min_tokens = stream_pull_min_tokens
         self._prefix_lenders = PrefixLenders(prefix_pull_min_tokens)
-        self._openings = Openings(loads)
-        self._reasons: dict[str, NoPair | None] = {}
-        """By model: what `can_serve` returned last, for as long as no agent enters or leaves the rotation."""
-        self._reasons_epoch = 0
-        self._pair_turns: dict[str, int] = {}
-        self._alone_turns: dict[str, int] = {}
+        self._index = CandidateIndex(loads)
 
     def choose(
         self,
         snapshot: Snapshot,
         request: RoutingRequest,
+        turns: Turns,
         exclude: frozenset[Incarnation] = NO_AGENTS,
         *,
         apart: bool = False,
-    ) -> Pair | NoPair:
-        """Choose the pair for the next request, and count its turn.
+    ) -> Decision | NoPair:
+        """Choose the pair for a request. Changes nothing: `apply` does, if the decision is acted on.
 
         Agents in `exclude` (they just failed this request) are chosen only if no others are left. With
         `apart`, no agent is paired with itself.
         """
         for agents in (_without(snapshot, exclude), snapshot) if exclude else (snapshot,):
-            chosen = self._choose(agents, request, apart)
-            if isinstance(chosen, Pair) or chosen is NoPair.FULL:
+            chosen = self._choose(agents, request, turns, apart)
+            if isinstance(chosen, Decision) or chosen is NoPair.FULL:
                 return chosen
         if not any(node.on_trial for node in snapshot.nodes):
             return chosen
-        later = _no_pair(_after_trials(snapshot), request.model, apart)
+        later = no_pair(_after_trials(snapshot), request.model, apart=apart)
         return NoPair.FULL if later is None else chosen
 
-    def _choose(self, snapshot: Snapshot, request: RoutingRequest, apart: bool) -> Pair | NoPair:
-        unknown = _unknown(snapshot, request.model)
+    def apply(
+        self, decision: Decision, request: RoutingRequest, turns: Turns, served: Collection[str]
+    ) -> None:
+        """Count the turn of a request that goes to the pair chosen for it, and have the policies know of it.
+
+        `served`: the names of all models, as in the snapshot.
+        """
+        pair = decision.pair
+        turns.count(request.model, served, lone=decision.is_lone)
+        self._policies["prefill"].note(pair.prefill, request)
+        self._policies["decode"].note(pair.decode, request)
+        self._prefix_lenders.note(pair.decode, request)
+
+    def _choose(
+        self, snapshot: Snapshot, request: RoutingRequest, turns: Turns, apart: bool
+    ) -> Decision | NoPair:
+        unknown = unknown_model(snapshot, request.model)
         if unknown is not None:
             return unknown
-        search = self._search(snapshot, apart)
+        self._index.follow(snapshot)
         if (request.one_token or request.undivided) and not apart:
             # The prefill agent's response to a request for one token is complete.
             leg: Leg = "prefill" if request.one_token else "decode"
-            node = self._lone(search, request, leg)
+            node = self._lone(request, leg, turns)
             if node is not None:
-                return self._alone(node, snapshot, request)
-            if _serving_alone(snapshot, request.model, leg):
+                return Decision(Pair(node, node), is_lone=True)
+            if _any_serves_alone(snapshot, request.model, leg):
                 return NoPair.FULL
         if self._split_min_tokens and not apart:
-            node = self._lone(search, request, "decode")
+            node = self._lone(request, "decode", turns)
             if node is not None and self._is_short(request, node):
-                return self._alone(node, snapshot, request)
-        return self._pair(snapshot, search, request, apart)
+                return Decision(Pair(node, node), is_lone=True)
+        return self._pair(request, turns, apart)
 
-    def _search(self, snapshot: Snapshot, apart: bool) -> Search | Openings:
-        """Return where to look for candidates. Both would find the same ones."""
-        if apart or snapshot.is_altered:
-            return Search(snapshot, self._loads, apart=apart)
-        self._openings.follow(snapshot)
-        return self._openings
-
-    def _pair(
-        self, snapshot: Snapshot, search: Search | Openings, request: RoutingRequest, apart: bool
-    ) -> Pair | NoPair:
-        prefills = search.prefills(request.model, request.n)
+    def _pair(self, request: RoutingRequest, turns: Turns, apart: bool) -> Decision | NoPair:
+        index, turn = self._index, turns.of(request.model)
+        prefills = index.prefills(request.model, request.n, apart=apart)
         if not prefills:
-            return self._reason(snapshot, search, request.model, apart) or NoPair.FULL
-        count = _turn(self._pair_turns, request.model, snapshot)
-        num_prefills = len(prefills)
-        prefill = self._pick("prefill", prefills, request, count)
-        partners = search.partners(prefill, request.n)
-        decode = self._pick("decode", partners, request, _skewed(count, num_prefills, len(partners)))
+            return index.reason(request.model, apart=apart) or NoPair.FULL
+        prefill = self._policies["prefill"].pick(prefills, request, turn)
+        partners = index.partners(prefill, request.n, apart=apart)
+        skewed = _skewed(turn, len(prefills), len(partners))
+        decode = self._policies["decode"].pick(partners, request, skewed)
         streamed = _has_spare_room(decode) and self._is_long(request, prefill)
         lenders = partners.find(self._prefix_lenders.known(request))
         lender = self._prefix_lenders.best(lenders, prefill, request)
-        return self._noted(Pair(prefill, decode, streamed, lender), request)
+        return Decision(Pair(prefill, decode, streamed, lender))
 
-    def _reason(
-        self, snapshot: Snapshot, search: Search | Openings, model: str, apart: bool
-    ) -> NoPair | None:
-        """Return why no two agents in rotation fit, whether they have room or not; None if two do."""
-        if isinstance(search, Search):
-            return _no_pair(snapshot, model, apart)
-        if search.states_epoch != self._reasons_epoch:
-            self._reasons_epoch = search.states_epoch
-            self._reasons.clear()
-        if model not in self._reasons:
-            self._reasons[model] = _no_pair(snapshot, model, apart)
-        return self._reasons[model]
-
-    def _lone(self, search: Search | Openings, request: RoutingRequest, leg: Leg) -> Node | None:
+    def _lone(self, request: RoutingRequest, leg: Leg, turns: Turns) -> Node | None:
         """Choose an agent of the leg's role that could serve all of the request, if any has room."""
-        able = search.lone(request.model, leg, request.n)
-        return self._pick(leg, able, request, self._alone_turns.get(request.model, 0)) if able else None
-
-    def _alone(self, node: Node, snapshot: Snapshot, request: RoutingRequest) -> Pair:
-        _turn(self._alone_turns, request.model, snapshot)
-        return self._noted(Pair(node, node), request)
+        able = self._index.lone(request.model, leg, request.n)
+        turn = turns.of(request.model, lone=True)
+        return self._policies[leg].pick(able, request, turn) if able else None
 
     def _is_short(self, request: RoutingRequest, node: Node) -> bool:
         cached = self._policies["decode"].cached_tokens(node, request)
@@ -202,15 +177,6 @@ class Router:
             least = 0 if chunk is None else chunk + 1
         cached = self._policies["prefill"].cached_tokens(prefill, request)
         return least > 0 and request.tokens_per_prompt - cached >= least
-
-    def _pick(self, leg: Leg, candidates: Candidates, request: RoutingRequest, turn: int) -> Node:
-        return self._policies[leg].pick(candidates, request, turn)
-
-    def _noted(self, pair: Pair, request: RoutingRequest) -> Pair:
-        self._policies["prefill"].note(pair.prefill, request)
-        self._policies["decode"].note(pair.decode, request)
-        self._prefix_lenders.note(pair.decode, request)
-        return pair
 
 
 def make_policy(name: PolicyName, rng: Random) -> Policy:
@@ -228,40 +194,9 @@ def make_policy(name: PolicyName, rng: Random) -> Policy:
             return Session()
 
 
-def can_serve(snapshot: Snapshot, model: str) -> NoPair | None:
-    """Return None if a request of `model` could be served, if need be after a wait; else why not."""
-    return _no_pair(snapshot, model, apart=False)
-
-
-def _no_pair(snapshot: Snapshot, model: str, apart: bool) -> NoPair | None:
-    """Return None if any two agents in rotation fit, whether they have room or not; else why none do."""
-    ready = _ready(snapshot, model)
-    if isinstance(ready, NoPair):
-        return ready
-    prefills, decodes = ready
-    fitting = Matching(groups_of(snapshot), "prefill", decodes, apart=apart)
-    return None if any(map(fitting.has_partner, prefills)) else NoPair.INCOMPATIBLE
-
-
-def _ready(snapshot: Snapshot, model: str) -> tuple[list[int], list[int]] | NoPair:
-    """Return the positions of the prefill and the decode agents of the model that are in rotation."""
-    unknown = _unknown(snapshot, model)
-    if unknown is not None:
-        return unknown
-    prefills, decodes = (_in_rotation(snapshot, model, leg) for leg in ("prefill", "decode"))
-    if not prefills:
-        return NoPair.NO_PREFILL
-    return (prefills, decodes) if decodes else NoPair.NO_DECODE
-
-
-def _in_rotation(snapshot: Snapshot, model: str, leg: Leg) -> list[int]:
-    nodes, ready = snapshot.nodes, NodeState.READY
-    return [each for each in groups_of(snapshot).serving(model, leg) if nodes[each].state is ready]
-
-
-def _serving_alone(snapshot: Snapshot, model: str, leg: Leg) -> list[Node]:
-    nodes = [snapshot.nodes[each] for each in _in_rotation(snapshot, model, leg)]
-    return [node for node in nodes if node.info.dialect in SERVING_ALONE[leg]]
+def _any_serves_alone(snapshot: Snapshot, model: str, leg: Leg) -> bool:
+    nodes = (snapshot.nodes[each] for each in in_rotation(snapshot, model, leg))
+    return any(node.info.dialect in SERVING_ALONE[leg] for node in nodes)
 
 
 def _has_spare_room(decode: Node) -> bool:
@@ -272,13 +207,6 @@ def _has_spare_room(decode: Node) -> bool:
     """
     load = decode.info.load
     return 2 * load.kv_blocks_free >= load.kv_blocks_total > 0
-
-
-def _unknown(snapshot: Snapshot, model: str) -> NoPair | None:
-    if model in snapshot.models:
-        return None
-    # Before any agent has registered, no model can be called unknown.
-    return NoPair.UNKNOWN_MODEL if snapshot.models else NoPair.NO_AGENT
 
 
 def _without(snapshot: Snapshot, exclude: frozenset[Incarnation]) -> Snapshot:
@@ -294,13 +222,3 @@ def _after_trials(snapshot: Snapshot) -> Snapshot:
 
 def _skewed(count: int, prefills: int, decodes: int) -> int:
     return count + count // math.lcm(prefills, decodes)
-
-
-def _turn(turns: dict[str, int], model: str, snapshot: Snapshot) -> int:
-    """Count a turn and return its number. Drops the counts of models that are not served any more."""
-    count = turns.get(model, 0)
-    turns[model] = count + 1
-    if len(turns) > len(snapshot.models):
-        for gone in [name for name in turns if name not in snapshot.models]:
-            del turns[gone]
-    return count

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What routing knows of a request. There is no tokenizer here: lengths of text are estimates."""
+"""What routing knows of a request, and what it answers. There is no tokenizer here: lengths of text are
+estimates.
+"""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
@@ -10,8 +13,11 @@ from typing import Any
 import msgspec
 
 from kvferry.common.hashing import Purpose, chain, digest
+from kvferry.proxy.fleet.snapshot import Node
 from kvferry.proxy.request import ClientRequest
+from kvferry.proxy.wire.registration import Incarnation, Register
 
+NO_AGENTS: frozenset[Incarnation] = frozenset()
 BYTES_PER_TOKEN = 4
 """Of ordinary text under a large vocabulary; other text is misjudged by a small factor."""
 CHUNK_TOKENS = 64
@@ -114,3 +120,44 @@ def routing_request(request: ClientRequest, session: str | None) -> RoutingReque
         session=session,
         cache_salt=bytes(request.cache_salt),
     )
+
+
+class PrefixLender(msgspec.Struct, frozen=True):
+    """From whom a prefill agent may pull the beginning of a prompt, if it lacks at least so many tokens."""
+
+    agent: Register
+    min_tokens: int
+
+
+class Pair(msgspec.Struct, frozen=True):
+    """The agents of one attempt. `alone`: one agent serves the whole request, and no KV moves.
+
+    `streamed`: the prompt is long enough for its KV to move while it is computed, and there is room for it.
+    `prefix_lender`: an agent that may lend the prefill agent the KV of the prompt's beginning.
+    """
+
+    prefill: Node
+    decode: Node
+    streamed: bool = False
+    prefix_lender: PrefixLender | None = None
+
+    @property
+    def alone(self) -> bool:
+        return self.prefill.info.incarnation == self.decode.info.incarnation
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """The agents of the pair, each once."""
+        return (self.prefill,) if self.alone else (self.prefill, self.decode)
+
+
+class NoPair(enum.StrEnum):
+    """Why there is no pair for the request; the words are shown to clients."""
+
+    UNKNOWN_MODEL = "no agent serves this model"
+    NO_AGENT = "no agent has announced itself"
+    NO_PREFILL = "no prefill agent is ready for this model"
+    NO_DECODE = "no decode agent is ready for this model"
+    INCOMPATIBLE = "no prefill agent fits a decode agent of this model"
+    FULL = "all agents of this model are busy"
+    """The only one worth waiting for. An agent on trial after failures is busy with its probe."""

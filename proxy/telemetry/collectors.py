@@ -16,14 +16,15 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from kvferry.proxy.fleet.fleet import Fleet
-from kvferry.proxy.fleet.groups import (
+from kvferry.proxy.fleet.pairing import Mismatch, reason
+from kvferry.proxy.fleet.registry import ROLES
+from kvferry.proxy.fleet.snapshot import (
     MAX_PAIRINGS,
-    Mismatch,
+    NodeState,
+    Snapshot,
     count_incompatible,
     incompatible_pairs,
-    reason,
 )
-from kvferry.proxy.fleet.registry import ROLES, NodeState, Snapshot
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from kvferry.proxy.api.operator.commands import PageName
 from kvferry.proxy.api.operator.pages import Page
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.fleet.circuit_breaker import BreakerState
-from kvferry.proxy.fleet.registry import NodeState
+from kvferry.proxy.fleet.snapshot import NodeState
 from kvferry.proxy.telemetry.event_log import FleetEvent
 from kvferry.proxy.telemetry.history import FailureCount
 from kvferry.proxy.telemetry.metrics import MetricFamily, Totals

@@ -19,7 +19,7 @@ import zmq
 import zmq.asyncio
 
 from kvferry.proxy.config import ProxyConfig
-from kvferry.proxy.fleet.registry import NodeState
+from kvferry.proxy.fleet.snapshot import NodeState
 from kvferry.proxy.server import RunningProxy, running_proxy
 from kvferry.proxy.wire import registration as wire
 from tests.standins.agents import StandInAgent

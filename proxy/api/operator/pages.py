@@ -18,14 +18,16 @@ import msgspec
 
 from kvferry.proxy.dialects.names import SUPPORTED
 from kvferry.proxy.errors import CannotEnd, NotFound
-from kvferry.proxy.fleet.groups import (
+from kvferry.proxy.fleet.rotation import no_pair
+from kvferry.proxy.fleet.routing_request import NoPair
+from kvferry.proxy.fleet.snapshot import (
     MAX_PAIRINGS,
+    NodeState,
+    Snapshot,
     UnpairedReasons,
     count_incompatible,
     incompatible_pairs,
 )
-from kvferry.proxy.fleet.registry import NodeState, Snapshot
-from kvferry.proxy.fleet.router import NoPair, can_serve
 from kvferry.proxy.telemetry.event_log import EventLog, FleetEvent
 from kvferry.proxy.telemetry.history import FailureCount, History
 from kvferry.proxy.telemetry.transfer_totals import TransferTotals
@@ -199,7 +201,7 @@ async def readiness(snapshot: Snapshot) -> dict[str, Any]:
     models = sorted(named - {""})  # some engines' pings name none, and it takes a moment to ask for it
     reasons: dict[str, NoPair | None] = {}
     async for part in _slices(models):
-        reasons |= {model: can_serve(snapshot, model) for model in part}
+        reasons |= {model: no_pair(snapshot, model) for model in part}
     waiting = {model: reason.value for model, reason in reasons.items() if reason is not None}
     return {"ready": len(waiting) < len(models), "waiting": waiting if models else {"": "no agent is known"}}
 

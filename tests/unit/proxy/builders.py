@@ -5,8 +5,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvferry.proxy.fleet.registry import Node, NodeState, Registry, Snapshot
-from kvferry.proxy.wire.registration import Load, Register, Role
+from kvferry.proxy.fleet.registry import Registry
+from kvferry.proxy.fleet.router import Decision, Router, Turns
+from kvferry.proxy.fleet.routing_request import NO_AGENTS, NoPair, Pair, RoutingRequest
+from kvferry.proxy.fleet.snapshot import Node, NodeState, Snapshot
+from kvferry.proxy.wire.registration import Incarnation, Load, Register, Role
 
 
 def load(running: int = 0, **fields: Any) -> Load:
@@ -42,8 +45,7 @@ def registration(role: Role, port: int, **fields: Any) -> Register:
 
 
 def snapshot(*infos: Register, state: NodeState = NodeState.READY) -> Snapshot:
-    nodes = tuple(Node(info, state, 0.0) for info in infos)
-    return Snapshot(nodes, frozenset(info.model for info in infos))
+    return Snapshot.of((Node(info, state, 0.0) for info in infos), (info.model for info in infos))
 
 
 class Clock:
@@ -66,3 +68,25 @@ class TimedRegistry(Registry):
     def at(self, now: float) -> TimedRegistry:
         self.time.now = now
         return self
+
+
+class AppliedRouter(Router):
+    """A router whose decisions are acted on at once."""
+
+    def __init__(self, *args: Any, **fields: Any) -> None:
+        super().__init__(*args, **fields)
+        self.turns = Turns()
+
+    def route(
+        self,
+        agents: Snapshot,
+        request: RoutingRequest,
+        exclude: frozenset[Incarnation] = NO_AGENTS,
+        *,
+        apart: bool = False,
+    ) -> Pair | NoPair:
+        chosen = self.choose(agents, request, self.turns, exclude, apart=apart)
+        if not isinstance(chosen, Decision):
+            return chosen
+        self.apply(chosen, request, self.turns, agents.models)
+        return chosen.pair

@@ -18,7 +18,7 @@ from kvferry.deploy.cli import main as kvferry
 from kvferry.deploy.keygen import main as keygen
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.fleet.address_rules import RejectReason
-from kvferry.proxy.fleet.registry import Node
+from kvferry.proxy.fleet.snapshot import Node
 from kvferry.proxy.server import RunningProxy, running_proxy
 from tests.standins.watched_server import WatchedServer
 

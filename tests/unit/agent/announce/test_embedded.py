@@ -15,7 +15,8 @@ import pytest
 from kvferry.agent.announce.drain_socket import DRAIN, DRAINED
 from kvferry.agent.announce.embedded import Announcement, Server
 from kvferry.proxy.config import ProxyConfig
-from kvferry.proxy.fleet.registry import ROLES, Node
+from kvferry.proxy.fleet.registry import ROLES
+from kvferry.proxy.fleet.snapshot import Node
 from kvferry.proxy.server import RunningProxy, running_proxy
 from kvferry.proxy.telemetry.transfer_totals import TransferTotals
 from kvferry.proxy.wire.registration import Capacity, Incarnation, WorkReport

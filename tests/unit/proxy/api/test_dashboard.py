@@ -199,10 +199,10 @@ async def test_viewers_share_one_snapshot_per_second(
     made = 0
     real = Registry.snapshot
 
-    def counted(self: Registry, now: float) -> Any:
+    def counted(self: Registry) -> Any:
         nonlocal made
         made += 1
-        return real(self, now)
+        return real(self)
 
     monkeypatch.setattr(Registry, "snapshot", counted)
     feeds = [stage.proxy.services.dashboard.events() for _ in range(5)]

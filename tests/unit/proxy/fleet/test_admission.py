@@ -13,11 +13,11 @@ import pytest
 from kvferry.proxy.errors import Overloaded
 from kvferry.proxy.fleet.admission import MAX_RETRY_AFTER_S, Admission, Reservation
 from kvferry.proxy.fleet.load import Loads, Slots
-from kvferry.proxy.fleet.registry import Snapshot
-from kvferry.proxy.fleet.router import NoPair, Pair, Router, make_policy
-from kvferry.proxy.fleet.routing_request import RoutingRequest
+from kvferry.proxy.fleet.router import make_policy
+from kvferry.proxy.fleet.routing_request import NoPair, Pair, RoutingRequest
+from kvferry.proxy.fleet.snapshot import Snapshot
 from kvferry.proxy.telemetry.metrics import Metrics
-from tests.unit.proxy.builders import load, registration, snapshot
+from tests.unit.proxy.builders import AppliedRouter, load, registration, snapshot
 
 ROOM = 2
 """Sequences that each agent of a `Door` runs at once."""
@@ -29,7 +29,7 @@ class Door:
 
     admission: Admission
     slots: Slots
-    router: Router
+    router: AppliedRouter
     agents: Snapshot
     holds: list[Reservation] = field(default_factory=list)
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
@@ -40,7 +40,7 @@ class Door:
         ask = RoutingRequest(model=model, n=n)
         by = asyncio.get_running_loop().time() + wait_s
         return await self.admission.acquire(
-            ask, lambda: self.router.choose(self.agents, ask), by=by, first=first
+            ask, lambda: self.router.route(self.agents, ask), by=by, first=first
         )
 
     def start(self, n: int = 1, *, model: str = "m", first: bool = False) -> asyncio.Task[None]:
@@ -80,7 +80,7 @@ def make_door(max_waiting: int = 8) -> Door:
     )
     slots, rng = Slots(), Random(0)
     loads = Loads(slots, {"prefill": None, "decode": None})
-    router = Router(make_policy("round_robin", rng), make_policy("round_robin", rng), loads)
+    router = AppliedRouter(make_policy("round_robin", rng), make_policy("round_robin", rng), loads)
     return Door(Admission(slots, Metrics(), max_waiting), slots, router, agents)
 
 
@@ -198,7 +198,7 @@ async def test_without_agents_nobody_is_left_waiting(door: Door) -> None:
     loop = asyncio.get_running_loop()
     waiting = loop.create_task(door.enter())
     await ticks()
-    door.agents = Snapshot((), door.agents.models)
+    door.agents = Snapshot.of((), door.agents.models)
     door.admission.pump()
     assert await waiting is NoPair.NO_PREFILL
     for hold in holds:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from kvferry.proxy.fleet.load import Loads, Slots
-from kvferry.proxy.fleet.registry import Node, NodeState
+from kvferry.proxy.fleet.snapshot import Node, NodeState
 from kvferry.proxy.wire.registration import Incarnation
 from tests.unit.proxy.builders import load, registration
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvferry.proxy.fleet.groups import Mismatch, common_transfers, incompatible_pairs, mismatch
-from kvferry.proxy.fleet.registry import NodeState
+from kvferry.proxy.fleet.pairing import Mismatch, mismatch
+from kvferry.proxy.fleet.snapshot import NodeState, incompatible_pairs
 from tests.unit.proxy.builders import registration, snapshot
 
 
@@ -39,7 +39,6 @@ def test_cuda_ipc_works_only_within_one_host() -> None:
     prefill = registration("prefill", 1, transfers=("cuda_ipc", "tcp"))
     near = registration("decode", 2, transfers=("cuda_ipc",))
     far = registration("decode", 2, transfers=("cuda_ipc",), host_id="elsewhere")
-    assert common_transfers(prefill, near) == {"cuda_ipc"}
     assert mismatch(prefill, near) is None
     assert mismatch(prefill, far) is Mismatch.TRANSFER
 

@@ -22,8 +22,8 @@ from kvferry.proxy.fleet.policy import (
     RoundRobin,
     Session,
 )
-from kvferry.proxy.fleet.registry import Node
 from kvferry.proxy.fleet.routing_request import BYTES_PER_TOKEN, CHUNK_TOKENS, RoutingRequest
+from kvferry.proxy.fleet.snapshot import Node
 from kvferry.proxy.wire.registration import Incarnation
 from tests.unit.proxy.builders import registration, snapshot
 

@@ -9,20 +9,20 @@ from typing import Any
 import pytest
 
 from kvferry.proxy.fleet.load import Loads, Slots
-from kvferry.proxy.fleet.registry import Snapshot
-from kvferry.proxy.fleet.router import Pair, Router, make_policy
-from kvferry.proxy.fleet.routing_request import CHUNK_TOKENS, RoutingRequest
+from kvferry.proxy.fleet.router import make_policy
+from kvferry.proxy.fleet.routing_request import CHUNK_TOKENS, Pair, RoutingRequest
+from kvferry.proxy.fleet.snapshot import Snapshot
 from kvferry.proxy.wire.registration import FIRST_CONTROL_VERSIONS, LENDS_SINCE
-from tests.unit.proxy.builders import registration, snapshot
+from tests.unit.proxy.builders import AppliedRouter, registration, snapshot
 
 MIN_TOKENS = 2 * CHUNK_TOKENS
 TURN = list(range(1000, 1000 + 3 * CHUNK_TOKENS))
 
 
-def make_router(min_tokens: int = MIN_TOKENS) -> Router:
+def make_router(min_tokens: int = MIN_TOKENS) -> AppliedRouter:
     loads, rng = Loads(Slots(), {"prefill": None, "decode": None}), Random(0)
     policies = (make_policy("round_robin", rng), make_policy("round_robin", rng))
-    return Router(*policies, loads, prefix_pull_min_tokens=min_tokens)
+    return AppliedRouter(*policies, loads, prefix_pull_min_tokens=min_tokens)
 
 
 LENDING = {"control_versions": (2, LENDS_SINCE)}
@@ -35,8 +35,8 @@ def fleet(decodes: int = 2) -> Snapshot:
     )
 
 
-def choose(router: Router, agents: Snapshot, ids: list[int] = TURN, **fields: Any) -> Pair:
-    pair = router.choose(agents, RoutingRequest(model="m", prompt=ids, **fields))
+def choose(router: AppliedRouter, agents: Snapshot, ids: list[int] = TURN, **fields: Any) -> Pair:
+    pair = router.route(agents, RoutingRequest(model="m", prompt=ids, **fields))
     assert isinstance(pair, Pair)
     return pair
 
@@ -115,7 +115,7 @@ def test_an_agent_that_refused_the_prefill_agent_is_not_named() -> None:
     agents = snapshot(
         registration("prefill", 100, refusals=refused, **LENDING), registration("decode", 200, **LENDING)
     )
-    pair = router.choose(agents, RoutingRequest(model="m", prompt=TURN))
+    pair = router.route(agents, RoutingRequest(model="m", prompt=TURN))
     assert not isinstance(pair, Pair) or lender(pair) is None
 
 

@@ -13,14 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.proxy.fleet.circuit_breaker import BreakerState
-from kvferry.proxy.fleet.groups import mismatch
 from kvferry.proxy.fleet.load import Loads, Slots
+from kvferry.proxy.fleet.pairing import mismatch
 from kvferry.proxy.fleet.policy import PolicyName
-from kvferry.proxy.fleet.registry import NodeState, Snapshot
-from kvferry.proxy.fleet.router import NoPair, Pair, Router, can_serve, make_policy
-from kvferry.proxy.fleet.routing_request import RoutingRequest
+from kvferry.proxy.fleet.rotation import no_pair
+from kvferry.proxy.fleet.router import make_policy
+from kvferry.proxy.fleet.routing_request import NoPair, Pair, RoutingRequest
+from kvferry.proxy.fleet.snapshot import NodeState, Snapshot
 from kvferry.proxy.wire.registration import Incarnation
-from tests.unit.proxy.builders import load, registration, snapshot
+from tests.unit.proxy.builders import AppliedRouter, load, registration, snapshot
 
 
 def make_router(
@@ -29,9 +30,9 @@ def make_router(
     *,
     slots: Slots | None = None,
     split_min_tokens: int = 0,
-) -> Router:
+) -> AppliedRouter:
     rng, loads = Random(0), Loads(slots or Slots(), {"prefill": None, "decode": None})
-    return Router(make_policy(prefill, rng), make_policy(decode, rng), loads, split_min_tokens)
+    return AppliedRouter(make_policy(prefill, rng), make_policy(decode, rng), loads, split_min_tokens)
 
 
 def asked(model: str = "m", **fields: Any) -> RoutingRequest:
@@ -56,8 +57,8 @@ def test_every_pair_is_used_evenly(prefills: int, decodes: int, warm_up: int) ->
     """X8: the two turns do not correlate; over P * D requests each pair is used once, from any start."""
     router, agents = make_router(), fleet(prefills, decodes)
     for _ in range(warm_up * prefills * decodes):
-        router.choose(agents, asked("m"))
-    used = Counter(ports(router.choose(agents, asked("m"))) for _ in range(prefills * decodes))
+        router.route(agents, asked("m"))
+    used = Counter(ports(router.route(agents, asked("m"))) for _ in range(prefills * decodes))
     assert len(used) == prefills * decodes
     assert set(used.values()) == {1}
 
@@ -65,7 +66,7 @@ def test_every_pair_is_used_evenly(prefills: int, decodes: int, warm_up: int) ->
 @given(prefills=st.integers(1, 6), decodes=st.integers(1, 6), requests=st.integers(1, 60))
 def test_each_role_takes_turns(prefills: int, decodes: int, requests: int) -> None:
     router, agents = make_router(), fleet(prefills, decodes)
-    pairs = [ports(router.choose(agents, asked("m"))) for _ in range(requests)]
+    pairs = [ports(router.route(agents, asked("m"))) for _ in range(requests)]
     for leg, size in ((0, prefills), (1, decodes)):
         loads = Counter(dict.fromkeys(range((100, 200)[leg], (100, 200)[leg] + size), 0))
         loads.update(pair[leg] for pair in pairs)
@@ -81,70 +82,70 @@ def test_the_turns_of_one_model_do_not_depend_on_anothers_requests() -> None:
     )
     router, used = make_router(), Counter[tuple[int, int]]()
     for _ in range(4):
-        used[ports(router.choose(agents, asked("a")))] += 1
-        router.choose(agents, asked("b"))
-        router.choose(agents, asked("a", one_token=True))
+        used[ports(router.route(agents, asked("a")))] += 1
+        router.route(agents, asked("b"))
+        router.route(agents, asked("a", one_token=True))
     assert len(used) == 4
 
 
 def test_a_single_agent_with_role_both_serves_alone() -> None:
-    pair = make_router().choose(fleet(0, 0, boths=1), asked("m"))
+    pair = make_router().route(fleet(0, 0, boths=1), asked("m"))
     assert isinstance(pair, Pair) and pair.alone and len(pair.nodes) == 1
 
 
 def test_agents_with_role_both_serve_either_leg() -> None:
     router, agents = make_router(), fleet(1, 1, boths=1)
-    pairs = {ports(router.choose(agents, asked("m"))) for _ in range(4)}
+    pairs = {ports(router.route(agents, asked("m"))) for _ in range(4)}
     assert pairs == {(100, 200), (100, 300), (300, 200), (300, 300)}
 
 
 def test_a_request_of_one_token_takes_prefill_agents_in_turn() -> None:
     router, agents = make_router(), fleet(2, 1)
-    chosen = [ports(router.choose(agents, asked("m", one_token=True))) for _ in range(4)]
+    chosen = [ports(router.route(agents, asked("m", one_token=True))) for _ in range(4)]
     assert chosen == [(100, 100), (101, 101)] * 2
 
 
 def test_agents_to_avoid_are_taken_only_if_nobody_else_is_left() -> None:
     router, agents = make_router(), fleet(2, 2)
     bad = frozenset({Incarnation(f"{100:016x}"), Incarnation(f"{201:016x}")})
-    assert {ports(router.choose(agents, asked("m"), bad)) for _ in range(8)} == {(101, 200)}
-    assert isinstance(router.choose(fleet(1, 1), asked("m"), bad), Pair)
-    assert isinstance(router.choose(fleet(1, 0), asked("m", one_token=True), bad), Pair)
+    assert {ports(router.route(agents, asked("m"), bad)) for _ in range(8)} == {(101, 200)}
+    assert isinstance(router.route(fleet(1, 1), asked("m"), bad), Pair)
+    assert isinstance(router.route(fleet(1, 0), asked("m", one_token=True), bad), Pair)
 
 
 def test_an_avoided_both_agent_is_avoided_on_both_legs() -> None:
     router, agents = make_router(), fleet(1, 1, boths=1)
     bad = frozenset({Incarnation(f"{300:016x}")})
-    assert {ports(router.choose(agents, asked("m"), bad)) for _ in range(6)} == {(100, 200)}
+    assert {ports(router.route(agents, asked("m"), bad)) for _ in range(6)} == {(100, 200)}
 
 
 def test_apart_means_two_agents() -> None:
     router, agents = make_router(), fleet(0, 0, boths=2)
-    assert {ports(router.choose(agents, asked("m"), apart=True)) for _ in range(4)} == {
+    assert {ports(router.route(agents, asked("m"), apart=True)) for _ in range(4)} == {
         (300, 301),
         (301, 300),
     }
-    assert router.choose(fleet(0, 0, boths=1), asked("m"), apart=True) is NoPair.INCOMPATIBLE
+    assert router.route(fleet(0, 0, boths=1), asked("m"), apart=True) is NoPair.INCOMPATIBLE
 
 
 def test_the_reasons_are_told_apart() -> None:
     router = make_router()
-    assert router.choose(snapshot(), asked("m")) is NoPair.NO_AGENT
-    assert router.choose(fleet(1, 1), asked("other")) is NoPair.UNKNOWN_MODEL
-    assert router.choose(fleet(0, 1), asked("m")) is NoPair.NO_PREFILL
-    assert router.choose(fleet(1, 0), asked("m")) is NoPair.NO_DECODE
+    assert router.route(snapshot(), asked("m")) is NoPair.NO_AGENT
+    assert router.route(fleet(1, 1), asked("other")) is NoPair.UNKNOWN_MODEL
+    assert router.route(fleet(0, 1), asked("m")) is NoPair.NO_PREFILL
+    assert router.route(fleet(1, 0), asked("m")) is NoPair.NO_DECODE
     apart = snapshot(registration("prefill", 1), registration("decode", 2, layout="other"))
-    assert router.choose(apart, asked("m")) is NoPair.INCOMPATIBLE
-    assert router.choose(fleet(0, 1), asked("m", one_token=True)) is NoPair.NO_PREFILL
-    assert router.choose(fleet(0, 1), asked("other", one_token=True)) is NoPair.UNKNOWN_MODEL
-    assert can_serve(fleet(1, 1), "m") is None
-    assert can_serve(fleet(1, 0), "m") is NoPair.NO_DECODE
+    assert router.route(apart, asked("m")) is NoPair.INCOMPATIBLE
+    assert router.route(fleet(0, 1), asked("m", one_token=True)) is NoPair.NO_PREFILL
+    assert router.route(fleet(0, 1), asked("other", one_token=True)) is NoPair.UNKNOWN_MODEL
+    assert no_pair(fleet(1, 1), "m") is None
+    assert no_pair(fleet(1, 0), "m") is NoPair.NO_DECODE
 
 
 def test_agents_out_of_rotation_are_not_chosen() -> None:
     for state in set(NodeState) - {NodeState.READY}:
         agents = snapshot(registration("both", 1), state=state)
-        assert make_router().choose(agents, asked("m")) is NoPair.NO_PREFILL
+        assert make_router().route(agents, asked("m")) is NoPair.NO_PREFILL
 
 
 def test_an_agent_on_trial_is_waited_for() -> None:
@@ -153,12 +154,12 @@ def test_an_agent_on_trial_is_waited_for() -> None:
     for tripped, other, reason in ((prefill, decode, NoPair.NO_PREFILL), (decode, prefill, NoPair.NO_DECODE)):
         for breaker, answer in ((BreakerState.HALF_OPEN, NoPair.FULL), (BreakerState.OPEN, reason)):
             node = replace(tripped, state=NodeState.TRIPPED, breaker=breaker)
-            agents = Snapshot((node, other), frozenset({"m"}))
-            assert make_router().choose(agents, asked()) is answer
-            assert make_router().choose(agents, asked(), frozenset({other.incarnation})) is answer
+            agents = Snapshot.of((node, other), frozenset({"m"}))
+            assert make_router().route(agents, asked()) is answer
+            assert make_router().route(agents, asked(), frozenset({other.incarnation})) is answer
     tried = replace(decode, state=NodeState.TRIPPED, breaker=BreakerState.HALF_OPEN)
-    alone = Snapshot((tried,), frozenset({"m"}))
-    assert make_router().choose(alone, asked()) is NoPair.NO_PREFILL, "its passing would not help"
+    alone = Snapshot.of((tried,), frozenset({"m"}))
+    assert make_router().route(alone, asked()) is NoPair.NO_PREFILL, "its passing would not help"
 
 
 def test_only_pairs_that_fit_are_chosen_and_they_evenly() -> None:
@@ -171,7 +172,7 @@ def test_only_pairs_that_fit_are_chosen_and_they_evenly() -> None:
         *(registration("decode", 210 + index, layout="y") for index in range(2)),
     )
     router = make_router()
-    chosen = [router.choose(agents, asked("m")) for _ in range(8)]
+    chosen = [router.route(agents, asked("m")) for _ in range(8)]
     assert all(
         isinstance(pair, Pair) and mismatch(pair.prefill.info, pair.decode.info) is None for pair in chosen
     )
@@ -183,8 +184,8 @@ def test_only_pairs_that_fit_are_chosen_and_they_evenly() -> None:
 def test_unknown_models_take_no_room() -> None:
     router = make_router()
     for index in range(1000):
-        router.choose(fleet(1, 1), asked(f"invented-{index}"))
-    assert len(router._pair_turns) == 0
+        router.route(fleet(1, 1), asked(f"invented-{index}"))
+    assert not router.turns._pairs and not router.turns._lone
 
 
 def full(slots: Slots, agents: Snapshot, *ports: int) -> None:
@@ -206,13 +207,13 @@ def test_agents_without_room_are_left_out_and_without_any_it_is_said_so() -> Non
     slots, agents = Slots(), limited_fleet(2, 2)
     router = make_router(slots=slots)
     full(slots, agents, 100, 201)
-    assert {ports(router.choose(agents, asked())) for _ in range(4)} == {(101, 200)}
+    assert {ports(router.route(agents, asked())) for _ in range(4)} == {(101, 200)}
     full(slots, agents, 200)
-    assert router.choose(agents, asked()) is NoPair.FULL
-    assert ports(router.choose(agents, asked(one_token=True))) == (101, 101)
+    assert router.route(agents, asked()) is NoPair.FULL
+    assert ports(router.route(agents, asked(one_token=True))) == (101, 101)
     full(slots, agents, 101)
-    assert router.choose(agents, asked(one_token=True)) is NoPair.FULL
-    assert can_serve(agents, "m") is None, "it passes by itself"
+    assert router.route(agents, asked(one_token=True)) is NoPair.FULL
+    assert no_pair(agents, "m") is None, "it passes by itself"
 
 
 def test_each_choice_of_a_request_needs_room_at_the_decode_agent_and_one_at_the_prefill_agent() -> None:
@@ -220,36 +221,36 @@ def test_each_choice_of_a_request_needs_room_at_the_decode_agent_and_one_at_the_
     router = make_router(slots=slots)
     for node in agents.nodes:
         slots.acquire(node.incarnation, 1)
-    assert isinstance(router.choose(agents, asked(n=3)), Pair)
-    assert router.choose(agents, asked(n=4)) is NoPair.FULL
+    assert isinstance(router.route(agents, asked(n=3)), Pair)
+    assert router.route(agents, asked(n=4)) is NoPair.FULL
 
 
 def test_a_retry_waits_for_another_agent_rather_than_go_back_to_the_one_that_failed() -> None:
     slots, agents = Slots(), limited_fleet(1, 2)
     full(slots, agents, 201)
     failed = frozenset({Incarnation(f"{200:016x}")})
-    assert make_router(slots=slots).choose(agents, asked(), failed) is NoPair.FULL
+    assert make_router(slots=slots).route(agents, asked(), failed) is NoPair.FULL
 
 
 def test_each_role_has_its_own_policy() -> None:
     slots, agents = Slots(), fleet(2, 2)
     slots.acquire(Incarnation(f"{100:016x}"), 5)
     router = make_router("least_loaded", "session", slots=slots)
-    chosen = {ports(router.choose(agents, asked(session="mine"))) for _ in range(6)}
+    chosen = {ports(router.route(agents, asked(session="mine"))) for _ in range(6)}
     assert len(chosen) == 1 and chosen <= {(101, 200), (101, 201)}
 
 
 def test_both_agents_of_a_pair_are_remembered_for_their_prefix() -> None:
     agents, router = fleet(3, 3), make_router("prefix_aware", "prefix_aware")
-    first = ports(router.choose(agents, asked(prompt="x" * 1000)))
-    assert [ports(router.choose(agents, asked(prompt="x" * 1000 + "y"))) for _ in range(4)] == [first] * 4
-    assert ports(router.choose(agents, asked(prompt="z" * 1000))) != first
+    first = ports(router.route(agents, asked(prompt="x" * 1000)))
+    assert [ports(router.route(agents, asked(prompt="x" * 1000 + "y"))) for _ in range(4)] == [first] * 4
+    assert ports(router.route(agents, asked(prompt="z" * 1000))) != first
 
 
 @pytest.mark.parametrize(("tokens", "alone"), [(9, True), (10, False)])
 def test_a_short_prompt_is_served_by_one_decode_agent_alone(tokens: int, alone: bool) -> None:
     router, agents = make_router(split_min_tokens=10), fleet(2, 2)
-    pairs = [router.choose(agents, asked(prompt=[1] * tokens)) for _ in range(4)]
+    pairs = [router.route(agents, asked(prompt=[1] * tokens)) for _ in range(4)]
     if alone:
         assert [ports(pair) for pair in pairs] == [(200, 200), (201, 201)] * 2
     else:
@@ -258,43 +259,45 @@ def test_a_short_prompt_is_served_by_one_decode_agent_alone(tokens: int, alone: 
 
 @pytest.mark.parametrize("one_token", [False, True])
 def test_a_stream_that_has_begun_is_not_begun_again_alone(one_token: bool) -> None:
-    pair = make_router(split_min_tokens=10).choose(fleet(1, 1), asked(one_token=one_token), apart=True)
+    pair = make_router(split_min_tokens=10).route(fleet(1, 1), asked(one_token=one_token), apart=True)
     assert isinstance(pair, Pair) and not pair.alone
 
 
 def test_short_prompts_among_long_ones_still_take_turns() -> None:
     router, agents, short = make_router(split_min_tokens=10), fleet(2, 2), []
     for _ in range(4):
-        router.choose(agents, asked(prompt=[1] * 100))
-        short.append(ports(router.choose(agents, asked(prompt=[1]))))
+        router.route(agents, asked(prompt=[1] * 100))
+        short.append(ports(router.route(agents, asked(prompt=[1]))))
     assert Counter(short) == {(200, 200): 2, (201, 201): 2}
 
 
 def test_what_is_cached_does_not_count_as_prompt() -> None:
     router, agents = make_router(decode="prefix_aware", split_min_tokens=30), fleet(1, 2)
     ids = list(range(140))
-    first = ports(router.choose(agents, asked(prompt=ids)))
-    again = ports(router.choose(agents, asked(prompt=ids)))  # 128 of 140 are in whole chunks
+    first = ports(router.route(agents, asked(prompt=ids)))
+    again = ports(router.route(agents, asked(prompt=ids)))  # 128 of 140 are in whole chunks
     assert first[0] == 100 and again == (first[1], first[1])
 
 
 def test_without_a_decode_agent_a_short_prompt_waits_like_any_other() -> None:
-    assert make_router(split_min_tokens=10).choose(fleet(1, 0), asked()) is NoPair.NO_DECODE
+    assert make_router(split_min_tokens=10).route(fleet(1, 0), asked()) is NoPair.NO_DECODE
     slots, agents = Slots(), limited_fleet(1, 1)
     full(slots, agents, 200)
-    assert make_router(slots=slots, split_min_tokens=10).choose(agents, asked()) is NoPair.FULL
+    assert make_router(slots=slots, split_min_tokens=10).route(agents, asked()) is NoPair.FULL
 
 
 def streaming_pair(policy: PolicyName = "round_robin", least: int | None = 64, **decode: Any) -> Any:
     """A function that tells whether a request's KV is pulled while its prompt is computed."""
     loads = Loads(Slots(), {})
-    router = Router(make_policy(policy, Random(1)), make_policy("round_robin", Random(1)), loads, 0, least)
+    router = AppliedRouter(
+        make_policy(policy, Random(1)), make_policy("round_robin", Random(1)), loads, 0, least
+    )
     agents = snapshot(
         registration("prefill", 1, prefill_chunk=100), registration("decode", 2, load=load(**decode))
     )
 
     def streamed(tokens: int) -> bool:
-        pair = router.choose(agents, asked(prompt=[7] * tokens))
+        pair = router.route(agents, asked(prompt=[7] * tokens))
         assert isinstance(pair, Pair)
         return pair.streamed
 

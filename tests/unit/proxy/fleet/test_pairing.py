@@ -14,28 +14,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.proxy.api.operator.pages import FleetView, nodes_page
-from kvferry.proxy.fleet import groups
+from kvferry.proxy.fleet import pairing
 from kvferry.proxy.fleet.circuit_breaker import BreakerState
 from kvferry.proxy.fleet.fleet import AcquireRequest, Fleet, FleetSettings
-from kvferry.proxy.fleet.groups import (
-    Matching,
-    Mismatch,
+from kvferry.proxy.fleet.load import Loads, Slots
+from kvferry.proxy.fleet.pairing import Kind, Matching, Mismatch, difference, mismatch, reason
+from kvferry.proxy.fleet.registry import STALL_S, SnapshotCache
+from kvferry.proxy.fleet.rotation import no_pair
+from kvferry.proxy.fleet.router import Decision, make_policy
+from kvferry.proxy.fleet.routing_request import NoPair, Pair, RoutingRequest
+from kvferry.proxy.fleet.snapshot import (
+    Node,
+    NodeState,
+    Snapshot,
+    UnpairedReasons,
     alike,
     count_incompatible,
-    groups_of,
     incompatible_pairs,
-    mismatch,
-    reason,
 )
-from kvferry.proxy.fleet.load import Loads, Slots
-from kvferry.proxy.fleet.registry import STALL_S, Node, NodeState, Snapshot, SnapshotCache
-from kvferry.proxy.fleet.router import NoPair, Pair, Router, can_serve, make_policy
-from kvferry.proxy.fleet.routing_request import RoutingRequest
-from kvferry.proxy.telemetry.event_log import EventLog
 from kvferry.proxy.telemetry.metrics import Metrics
-from kvferry.proxy.wire.registration import Incarnation, Register
-from tests.unit.proxy.builders import TimedRegistry, load, registration, snapshot
+from kvferry.proxy.wire.registration import Incarnation
+from tests.unit.proxy.builders import AppliedRouter, TimedRegistry, load, registration, snapshot
 
 INCARNATIONS = [f"{port:016x}" for port in range(100, 108)]
 AGENTS = st.fixed_dictionaries(
@@ -90,8 +89,8 @@ def fitting(agents: Snapshot, model: str, apart: bool) -> dict[str, list[str]]:
 @settings(max_examples=300)
 @given(agents=fleets(), apart=st.booleans())
 def test_groups_accept_exactly_the_pairs_that_mismatch_accepts(agents: Snapshot, apart: bool) -> None:
-    matching = Matching(groups_of(agents), "prefill", agents.up("decode"), apart=apart)
-    reverse = Matching(groups_of(agents), "decode", agents.up("prefill"), apart=apart)
+    matching = Matching(agents.pairing, "prefill", agents.up("decode"), apart=apart)
+    reverse = Matching(agents.pairing, "decode", agents.up("prefill"), apart=apart)
     ids = [node.info.incarnation for node in agents.nodes]
     for model in ("m", "o"):
         there = [each for each in agents.up("prefill") if agents.nodes[each].info.model == model]
@@ -104,7 +103,7 @@ def test_groups_accept_exactly_the_pairs_that_mismatch_accepts(agents: Snapshot,
         assert reverse.has_partner(decode) == bool(theirs)
     for one, prefill in enumerate(agents.nodes):
         for other, decode_node in enumerate(agents.nodes):
-            assert groups_of(agents).why(one, other) is mismatch(prefill.info, decode_node.info)
+            assert agents.pairing.why(one, other) is mismatch(prefill.info, decode_node.info)
 
 
 @settings(max_examples=200)
@@ -124,18 +123,18 @@ def test_the_router_uses_all_these_pairs_evenly_and_no_others(
         ready = [node.info for node in agents.nodes if node.state is NodeState.READY]
         assert all((each.weights, each.tokenizer, each.layout) == kind for each in ready)
     rng = Random(0)
-    router = Router(
+    router = AppliedRouter(
         make_policy("round_robin", rng),
         make_policy("round_robin", rng),
         Loads(Slots(), {"prefill": None, "decode": None}),
     )
     kept = tuple(node for node in agents.nodes if node.incarnation not in excluded)
-    expected = fitting(Snapshot(kept, agents.models), "m", apart) or fitting(agents, "m", apart)
+    expected = fitting(Snapshot.of(kept, agents.models), "m", apart) or fitting(agents, "m", apart)
     rounds = len(expected) * max((len(each) for each in expected.values()), default=1)
     used: Counter[tuple[str, str]] = Counter()
     exclude = frozenset(map(Incarnation, excluded))
     for _ in range(rounds or 1):
-        pair = router.choose(agents, RoutingRequest(model="m"), exclude, apart=apart)
+        pair = router.route(agents, RoutingRequest(model="m"), exclude, apart=apart)
         if isinstance(pair, Pair):
             used[pair.prefill.info.incarnation, pair.decode.info.incarnation] += 1
             assert pair.decode.info.incarnation in expected[pair.prefill.info.incarnation]
@@ -143,7 +142,7 @@ def test_the_router_uses_all_these_pairs_evenly_and_no_others(
     shares = Counter(prefill for prefill, _ in used.elements())
     assert shares.keys() == expected.keys() and len(set(shares.values())) <= 1
     if not apart and not excluded:
-        assert (can_serve(agents, "m") is None) == bool(expected)
+        assert (no_pair(agents, "m") is None) == bool(expected)
 
 
 def pairwise_not_paired(node: Node, agents: Snapshot) -> str | None:
@@ -166,7 +165,7 @@ def pairwise_not_paired(node: Node, agents: Snapshot) -> str | None:
 
 @settings(max_examples=200)
 @given(agents=fleets())
-def test_pages_show_the_reasons_that_comparing_every_two_gives(agents: Snapshot) -> None:
+def test_the_reasons_are_those_that_comparing_every_two_gives(agents: Snapshot) -> None:
     expected = [
         (prefill.info, decode.info, why)
         for prefill in agents.nodes
@@ -176,33 +175,30 @@ def test_pages_show_the_reasons_that_comparing_every_two_gives(agents: Snapshot)
     ]
     assert list(incompatible_pairs(agents)) == expected
     assert count_incompatible(agents) == Counter(why for _, _, why in expected)
-    view = FleetView(
-        snapshot=agents, in_flight=lambda _: 0, down=(), events=EventLog, now=0.0
-    )  # fmt: skip
-    page = nodes_page(view)
-    assert [entry["not_paired"] for entry in page["nodes"]] == [
+    unpaired = UnpairedReasons(agents)
+    assert [unpaired.not_paired(at) for at in range(len(agents.nodes))] == [
         pairwise_not_paired(node, agents) for node in agents.nodes
     ]
 
 
 class Work:
-    """Counts comparisons and regroupings."""
+    """Counts comparisons of two kinds, and pairings made anew."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.comparisons = self.regroupings = 0
 
-        def counted(prefill: Register, decode: Register) -> Mismatch | None:
+        def counted(prefill: Kind, decode: Kind) -> Mismatch | None:
             self.comparisons += 1
-            return mismatch(prefill, decode)
+            return difference(prefill, decode)
 
-        made = groups.Groups.__init__
+        made = pairing.Pairing.__init__
 
-        def counted_init(this: groups.Groups, infos: Any) -> None:
+        def counted_init(this: pairing.Pairing, infos: Any) -> None:
             self.regroupings += 1
             made(this, infos)
 
-        monkeypatch.setattr(groups, "mismatch", counted)
-        monkeypatch.setattr(groups.Groups, "__init__", counted_init)
+        monkeypatch.setattr(pairing, "difference", counted)
+        monkeypatch.setattr(pairing.Pairing, "__init__", counted_init)
 
 
 @pytest.mark.parametrize("agents", [2, 20, 200])
@@ -213,14 +209,14 @@ def test_a_request_compares_no_agents_while_nothing_has_changed(
     registry, work = TimedRegistry(), Work(monkeypatch)
     rng = Random(0)
     loads = Loads(Slots(), {"prefill": None, "decode": None})
-    router = Router(make_policy("round_robin", rng), make_policy("round_robin", rng), loads)
+    router = AppliedRouter(make_policy("round_robin", rng), make_policy("round_robin", rng), loads)
     infos = [registration("decode" if at % 2 else "prefill", 100 + at) for at in range(agents)]
     for info in infos:
         registry.register(info)
     registry.snapshot()
     for index in range(2, 12):
         registry.register(msgspec.structs.replace(infos[0], index=index, load=load(index)))
-        assert isinstance(router.choose(registry.snapshot(), RoutingRequest(model="m")), Pair)
+        assert isinstance(router.route(registry.snapshot(), RoutingRequest(model="m")), Pair)
         assert registry.snapshot() is registry.snapshot()
         assert not count_incompatible(registry.snapshot())
     assert (work.comparisons, work.regroupings) == (0, 1)
@@ -241,10 +237,10 @@ async def test_a_ping_that_repeats_what_was_known_routes_nobody(monkeypatch: pyt
     waiter = asyncio.create_task(fleet.acquire(request))
     await asyncio.sleep(0)
     fleet.registry.register(msgspec.structs.replace(infos[0], index=2))
-    calls: list[NoPair | Pair] = []
+    calls: list[NoPair | Decision] = []
     choose = fleet.router.choose
 
-    def counted(*args: Any, **kwargs: Any) -> NoPair | Pair:
+    def counted(*args: Any, **kwargs: Any) -> NoPair | Decision:
         calls.append(choose(*args, **kwargs))
         return calls[-1]
 

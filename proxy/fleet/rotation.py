@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who could take a leg: the agents in rotation that have room for it and, of a pair, a partner with room.
+
+`CandidateIndex` keeps them from one request to the next and looks only at agents that have changed meanwhile,
+so that a request costs the same in a large fleet as in a small one. It finds the agents that a look at all of
+them would find, in the order of their positions in the snapshot.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+from kvferry.proxy.dialects.names import SERVING_ALONE
+from kvferry.proxy.fleet.load import Candidates, Listed, Loads
+from kvferry.proxy.fleet.pairing import Leg, Matching, Pairing
+from kvferry.proxy.fleet.routing_request import NoPair
+from kvferry.proxy.fleet.snapshot import Node, NodeState, Snapshot
+from kvferry.proxy.wire.registration import Incarnation
+
+_K = TypeVar("_K")
+_V = TypeVar("_V")
+
+MAX_SIZES = 4
+"""Numbers of choices for which candidates are kept at once; those of another request are made for it."""
+
+
+class Ranked(Candidates):
+    """Candidates in order and by load, by position; a change costs O(log n), but for moving pointers."""
+
+    def __init__(self, fleet: CandidateIndex, pool: Sequence[int]) -> None:
+        self.pool: Sequence[int] = pool
+        self.positions: list[int] = []
+        self._fleet = fleet
+        self._load_of: dict[int, int] = {}
+        self._by_load: dict[int, list[int]] = {}
+        self._loads: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def __contains__(self, position: int) -> bool:
+        return position in self._load_of
+
+    def __getitem__(self, index: int, /) -> Node:
+        return self._fleet.nodes[self.positions[index]]
+
+    def load(self, node: Node) -> int:
+        return self._load_of[self._fleet.position_of[node.incarnation]]
+
+    def least_loaded(self, turn: int) -> Node:
+        first = self.positions[turn % len(self.positions)]
+        equals = self._by_load[self._loads[0]]
+        index = bisect_left(equals, first)
+        return self._fleet.nodes[equals[index if index < len(equals) else 0]]
+
+    def find(self, agents: Iterable[Incarnation]) -> list[Node]:
+        known = (self._fleet.position_of.get(agent) for agent in agents)
+        found = {position for position in known if position is not None and position in self._load_of}
+        return [self._fleet.nodes[position] for position in sorted(found)]
+
+    def in_pool(self) -> Iterable[Node]:
+        return [self._fleet.nodes[position] for position in self.pool]
+
+    def put(self, position: int, load: int) -> bool:
+        """Add an agent, or note its load. Returns whether it was added."""
+        before = self._load_of.get(position)
+        if before == load:
+            return False
+        if before is None:
+            insort(self.positions, position)
+        else:
+            self._unrank(position, before)
+        self._load_of[position] = load
+        equals = self._by_load.get(load)
+        if equals is None:
+            self._by_load[load] = [position]
+            insort(self._loads, load)
+        else:
+            insort(equals, position)
+        return before is None
+
+    def update(self, position: int, load: int | None) -> bool:
+        """`put`, or `discard` without a load. Returns whether the agent came or went."""
+        return self.discard(position) if load is None else self.put(position, load)
+
+    def discard(self, position: int) -> bool:
+        """Remove an agent. Returns whether it was there."""
+        load = self._load_of.pop(position, None)
+        if load is None:
+            return False
+        del self.positions[bisect_left(self.positions, position)]
+        self._unrank(position, load)
+        return True
+
+    def _unrank(self, position: int, load: int) -> None:
+        equals = self._by_load[load]
+        del equals[bisect_left(equals, position)]
+        if not equals:
+            del self._by_load[load]
+            del self._loads[bisect_left(self._loads, load)]
+
+
+class PairingTerms:
+    """What follows from a `Pairing` alone, by position. Partners come in sets that many agents share."""
+
+    def __init__(self, pairing: Pairing, nodes: Sequence[Node]) -> None:
+        self.pairing = pairing
+        self.sets: list[Sequence[int]] = []
+        """Sets of decode agents."""
+        self.set_of: dict[int, int] = {}
+        """By prefill agent: the set of its partners."""
+        self.users: list[list[int]] = []
+        """By set: the prefill agents whose partners it holds."""
+        self.with_non_partners: set[int] = set()
+        """Sets that hold a user of theirs which is no partner of its own."""
+        self.sets_with: dict[int, list[int]] = {}
+        """By decode agent: the sets that it is in."""
+        self.models: dict[str, Sequence[int]] = {}
+        """By model: its prefill agents."""
+        known: dict[int, int] = {}
+        for position, node in enumerate(nodes):
+            if node.info.role != "decode":
+                self.models.setdefault(node.info.model, pairing.serving(node.info.model, "prefill"))
+                partners = pairing.partners(position, "prefill")
+                at = self.set_of[position] = known.setdefault(id(partners), len(self.sets))
+                if at == len(self.sets):
+                    self.sets.append(partners)
+                    self.users.append([])
+                self.users[at].append(position)
+                if node.info.role == "both" and not pairing.serves_alone(position):
+                    self.with_non_partners.add(at)
+        for at, partners in enumerate(self.sets):
+            for position in partners:
+                self.sets_with.setdefault(position, []).append(at)
+
+
+class _Pairs:
+    """Who could take a leg of a request of `n` choices.
+
+    `decodes`: with room, by set of partners. `prefills`: with room and a partner, by model.
+    """
+
+    def __init__(self, n: int, index: CandidateIndex, terms: PairingTerms) -> None:
+        self.n = n
+        self.decodes = [Ranked(index, each) for each in terms.sets]
+        self.prefills = {model: Ranked(index, pool) for model, pool in terms.models.items()}
+
+
+class CandidateIndex:
+    """The candidates of a fleet, kept from one request to the next.
+
+    `follow` brings them up to date; what the other methods return holds until then. `apart`: no agent is its
+    own partner.
+    """
+
+    def __init__(self, loads: Loads) -> None:
+        self.nodes: Sequence[Node] = ()
+        self.position_of: dict[Incarnation, int] = {}
+        self._loads = loads
+        self._snapshot: Snapshot | None = None
+        self._terms: PairingTerms
+        self._pairs: OrderedDict[int, _Pairs] = OrderedDict()
+        self._lone: OrderedDict[tuple[Leg, int], dict[str, Ranked]] = OrderedDict()
+        self._reasons: dict[tuple[str, bool], NoPair | None] = {}
+        """What `reason` returned, until an agent comes, goes, or enters or leaves the rotation."""
+
+    def follow(self, snapshot: Snapshot) -> None:
+        """Look at the agents that have changed, or whose slots have, since the last snapshot."""
+        last, self._snapshot = self._snapshot, snapshot
+        before, self.nodes = self.nodes, snapshot.nodes
+        changed_slots = self._loads.take_changed()
+        if last is None or snapshot.pairing is not last.pairing:
+            self._terms = PairingTerms(snapshot.pairing, snapshot.nodes)
+            self.position_of = {node.incarnation: at for at, node in enumerate(snapshot.nodes)}
+            self._pairs.clear()
+            self._lone.clear()
+            self._reasons.clear()
+            return
+        changed = {self.position_of[agent] for agent in changed_slots if agent in self.position_of}
+        for position in snapshot.changed_since(last):
+            changed.add(position)
+            if before[position].state is not self.nodes[position].state:
+                self._reasons.clear()
+        for position in changed:
+            for pairs in self._pairs.values():
+                self._update_pairs(pairs, position)
+            for (leg, n), lone in self._lone.items():
+                self._update_lone(lone, leg, n, position)
+
+    def prefills(self, model: str, n: int, *, apart: bool = False) -> Candidates:
+        """Return the prefill agents that have room, and a partner with room for `n` choices."""
+        pairs = self._pairs_for(n)
+        found = pairs.prefills.get(model) or Ranked(self, ())
+        if not apart:
+            return found
+        able = [each for each in found.positions if self._has_partner(pairs, each, apart=True)]
+        return self._listed(able)
+
+    def partners(self, prefill: Node, n: int, *, apart: bool = False) -> Candidates:
+        """Return the partners with room of one of the last `prefills`."""
+        position = self.position_of[prefill.incarnation]
+        decodes = self._pairs_for(n).decodes[self._terms.set_of[position]]
+        if position not in decodes or self._pairs_itself(position, apart):
+            return decodes
+        return self._listed(each for each in decodes.positions if each != position)
+
+    def lone(self, model: str, leg: Leg, n: int) -> Candidates:
+        """Return the agents of the leg's role with room for `n` choices whose dialect can serve all alone."""
+        key = (leg, n)
+        lone = self._lone.get(key)
+        if lone is None:
+            lone = {}
+            for position in range(len(self.nodes)):
+                self._update_lone(lone, leg, n, position)
+            _keep(self._lone, key, lone)
+        self._lone.move_to_end(key)
+        return lone.get(model) or Ranked(self, ())
+
+    def reason(self, model: str, *, apart: bool = False) -> NoPair | None:
+        """Return why no two agents in rotation fit, whether they have room or not; None if two do."""
+        assert self._snapshot is not None, "nothing was followed"
+        key = (model, apart)
+        if key not in self._reasons:
+            self._reasons[key] = no_pair(self._snapshot, model, apart=apart)
+        return self._reasons[key]
+
+    def _listed(self, positions: Iterable[int]) -> Candidates:
+        return Listed([self.nodes[each] for each in positions], self._loads.at)
+
+    def _pairs_for(self, n: int) -> _Pairs:
+        pairs = self._pairs.get(n)
+        if pairs is None:
+            pairs = _Pairs(n, self, self._terms)
+            for position in range(len(self.nodes)):
+                self._update_pairs(pairs, position)
+            _keep(self._pairs, n, pairs)
+        self._pairs.move_to_end(n)
+        return pairs
+
+    def _update_pairs(self, pairs: _Pairs, position: int) -> None:
+        node = self.nodes[position]
+        sets = self._terms.sets_with.get(position)
+        if sets:
+            load = self._loads.with_room(node, "decode", pairs.n) if node.state is NodeState.READY else None
+            for at in sets:
+                decodes = pairs.decodes[at]
+                if decodes.update(position, load):
+                    # Only the first partner that comes and the last that goes make a difference; to one that
+                    # is in the set, but no partner of its own, the second.
+                    decisive = 0 if load is None else 1
+                    if decisive <= len(decodes) <= decisive + (at in self._terms.with_non_partners):
+                        for user in self._terms.users[at]:
+                            self._update_prefill(pairs, user)
+        if position in self._terms.set_of:
+            self._update_prefill(pairs, position)
+
+    def _update_prefill(self, pairs: _Pairs, position: int) -> None:
+        node, load = self.nodes[position], None
+        if node.state is NodeState.READY and self._has_partner(pairs, position):
+            load = self._loads.with_room(node, "prefill", 1)
+        pairs.prefills[node.info.model].update(position, load)
+
+    def _has_partner(self, pairs: _Pairs, position: int, *, apart: bool = False) -> bool:
+        decodes = pairs.decodes[self._terms.set_of[position]]
+        is_alone = position in decodes and not self._pairs_itself(position, apart)
+        return len(decodes) > is_alone
+
+    def _pairs_itself(self, position: int, apart: bool) -> bool:
+        return not apart and self._terms.pairing.serves_alone(position)
+
+    def _update_lone(self, lone: dict[str, Ranked], leg: Leg, n: int, position: int) -> None:
+        node = self.nodes[position]
+        if node.info.role not in (leg, "both") or node.info.dialect not in SERVING_ALONE[leg]:
+            return
+        model = node.info.model
+        ranked = lone.get(model)
+        if ranked is None:
+            ranked = lone[model] = Ranked(self, self._terms.pairing.serving(model, leg))
+        load = self._loads.with_room(node, leg, n) if node.state is NodeState.READY else None
+        ranked.update(position, load)
+
+
+def no_pair(snapshot: Snapshot, model: str, *, apart: bool = False) -> NoPair | None:
+    """Return None if any two agents in rotation fit, whether they have room or not; else why none do."""
+    if (unknown := unknown_model(snapshot, model)) is not None:
+        return unknown
+    prefills, decodes = in_rotation(snapshot, model, "prefill"), in_rotation(snapshot, model, "decode")
+    if not prefills:
+        return NoPair.NO_PREFILL
+    if not decodes:
+        return NoPair.NO_DECODE
+    fitting = Matching(snapshot.pairing, "prefill", decodes, apart=apart)
+    return None if any(map(fitting.has_partner, prefills)) else NoPair.INCOMPATIBLE
+
+
+def unknown_model(snapshot: Snapshot, model: str) -> NoPair | None:
+    """Return why the model is not known; None if it is served, or was lately."""
+    if model in snapshot.models:
+        return None
+    # Before any agent has registered, no model can be called unknown.
+    return NoPair.UNKNOWN_MODEL if snapshot.models else NoPair.NO_AGENT
+
+
+def in_rotation(snapshot: Snapshot, model: str, leg: Leg) -> list[int]:
+    """Return the positions of the model's agents for the leg that are ready."""
+    nodes, ready = snapshot.nodes, NodeState.READY
+    return [each for each in snapshot.pairing.serving(model, leg) if nodes[each].state is ready]
+
+
+def _keep(kept: OrderedDict[_K, _V], key: _K, value: _V) -> None:
+    kept[key] = value
+    if len(kept) > MAX_SIZES:
+        kept.popitem(last=False)

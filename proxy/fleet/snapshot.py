@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All agents at one moment: who serves what, who has no partner, and why."""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import compress, count
+from operator import is_not
+from typing import NamedTuple
+
+from kvferry.proxy.dialects.names import SUPPORTED
+from kvferry.proxy.fleet.address_rules import RejectedAgent
+from kvferry.proxy.fleet.circuit_breaker import BreakerState
+from kvferry.proxy.fleet.pairing import Leg, Matching, Mismatch, Pairing, reason
+from kvferry.proxy.wire.registration import Incarnation, Register
+
+MAX_PAIRINGS = 1000
+"""Refused pairings that are listed, beside their number."""
+
+
+class NodeState(enum.StrEnum):
+    """Why a known agent is, or is not, in rotation."""
+
+    READY = "ready"
+    STARTING = "starting"
+    DRAINING = "draining"
+    REFUSING = "refusing"
+    """A connection to it was refused after its last believable ping."""
+    TRIPPED = "tripped"
+    """It failed too often in a row; a probe is not due yet (`proxy.fleet.circuit_breaker`)."""
+    STALLED = "stalled"
+    """It pings, but makes no progress: for 30 s its engine has not stepped with something to run, or its HTTP
+    loop has not run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One agent at one moment.
+
+    `ours_at_ping`: sequences that this proxy had in flight there when the agent reported its load. `drained`:
+    taken out of rotation by an operator of this proxy; the agent does not know. `is_ending`: an operator has
+    asked this proxy to let it drain and end.
+    """
+
+    info: Register
+    state: NodeState
+    heard_at: float
+    ours_at_ping: int = 0
+    drained: bool = False
+    breaker: BreakerState = BreakerState.CLOSED
+    is_ending: bool = False
+
+    @property
+    def incarnation(self) -> Incarnation:
+        return self.info.incarnation
+
+    @property
+    def on_trial(self) -> bool:
+        """Whether a probe of its circuit breaker is under way, which soon shows whether it works again."""
+        return self.state is NodeState.TRIPPED and self.breaker is BreakerState.HALF_OPEN
+
+    def serves(self, leg: Leg) -> bool:
+        """Return whether a request's `leg` may be sent to this agent now."""
+        return self.state is NodeState.READY and self.info.role in (leg, "both")
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All agents at one moment, ordered by address so that a rotation over them is stable.
+
+    `pairing` is that of `nodes`, whatever their states. `models` also holds the names that were served
+    lately: their absence is an outage, not a wrong name. `rejected`: agents whose registrations were rejected
+    lately. `number`: of the registry's snapshots; 0: it is none of them. `changed`: the positions of nodes
+    that are others than in the registry's snapshot before, if its `pairing` is the same.
+    """
+
+    nodes: tuple[Node, ...]
+    pairing: Pairing = field(compare=False, repr=False)
+    models: frozenset[str]
+    rejected: tuple[RejectedAgent, ...] = ()
+    number: int = field(default=0, compare=False, repr=False)
+    changed: frozenset[int] = field(default=frozenset(), compare=False, repr=False)
+
+    @classmethod
+    def of(cls, nodes: Iterable[Node], models: Iterable[str]) -> Snapshot:
+        """Return a snapshot of these nodes, with a pairing made for it."""
+        kept = tuple(nodes)
+        return cls(kept, Pairing([node.info for node in kept]), frozenset(models))
+
+    def up(self, leg: Leg) -> list[int]:
+        """Return the positions in `nodes` of the agents that serve the leg now."""
+        return [position for position, node in enumerate(self.nodes) if node.serves(leg)]
+
+    def only(self, keep: Callable[[Node], bool]) -> Snapshot:
+        """Return the snapshot with all other agents out of rotation."""
+        return self.altered(
+            node if keep(node) else replace(node, state=NodeState.DRAINING) for node in self.nodes
+        )
+
+    def altered(self, nodes: Iterable[Node]) -> Snapshot:
+        """Return the snapshot with other nodes of the same agents."""
+        return replace(self, nodes=tuple(nodes), number=0, changed=frozenset())
+
+    def changed_since(self, other: Snapshot) -> Iterable[int]:
+        """Return the positions of nodes that are others than in a snapshot with the same `pairing`."""
+        if self is other:
+            return ()
+        if other.number and self.number == other.number + 1:
+            return self.changed
+        return compress(count(), map(is_not, self.nodes, other.nodes))
+
+
+class UnpairedReasons:
+    """Why agents of one snapshot have no partner."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+        self._prefills, self._decodes = snapshot.up("prefill"), snapshot.up("decode")
+        self._of_prefills = Matching(snapshot.pairing, "prefill", self._decodes)
+        self._of_decodes = Matching(snapshot.pairing, "decode", self._prefills)
+
+    def not_paired(self, position: int) -> str | None:
+        """Return why no request is routed to this agent, or None if one could be."""
+        node = self._snapshot.nodes[position]
+        if node.info.dialect not in SUPPORTED:
+            return Mismatch.DIALECT.value
+        if node.state is not NodeState.READY:
+            return f"its state is {node.state.value}"
+        prefills, decodes = node.serves("prefill"), node.serves("decode")
+        if prefills and self._of_prefills.has_partner(position):
+            return None
+        if decodes and self._of_decodes.has_partner(position):
+            return None
+        if prefills and self._decodes:
+            return self._reason(position, self._decodes[0])
+        if decodes and self._prefills:
+            return self._reason(self._prefills[0], position)
+        return f"no {'decode' if node.info.role == 'prefill' else 'prefill'} agent is ready"
+
+    def _reason(self, prefill: int, decode: int) -> str:
+        nodes, why = self._snapshot.nodes, self._snapshot.pairing.why(prefill, decode)
+        assert why is not None, "they fit"
+        return reason(nodes[prefill].info, nodes[decode].info, why)
+
+
+class IncompatiblePair(NamedTuple):
+    prefill: Register
+    decode: Register
+    why: Mismatch
+
+    @property
+    def text(self) -> str:
+        """For operators; with the values that differ where the agents named them."""
+        return reason(self.prefill, self.decode, self.why)
+
+
+def alike(snapshot: Snapshot, agent: Register) -> Snapshot:
+    """Keep only those in rotation that sample the same tokens as `agent`: they may continue what it began."""
+    kind = (agent.weights, agent.tokenizer, agent.layout)
+    return snapshot.only(lambda node: (node.info.weights, node.info.tokenizer, node.info.layout) == kind)
+
+
+def incompatible_pairs(snapshot: Snapshot) -> Iterator[IncompatiblePair]:
+    """Yield every two agents of one model that are up but cannot be paired.
+
+    Agents of different models are no pair that anybody would miss.
+    """
+    nodes = snapshot.nodes
+    for prefill, decode, why in snapshot.pairing.misfits(snapshot.up("prefill"), snapshot.up("decode")):
+        yield IncompatiblePair(nodes[prefill].info, nodes[decode].info, why)
+
+
+def count_incompatible(snapshot: Snapshot) -> Counter[Mismatch]:
+    """Count the pairs that `incompatible_pairs` yields, by reason."""
+    return snapshot.pairing.count_misfits(snapshot.up("prefill"), snapshot.up("decode"))
