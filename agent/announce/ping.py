@@ -18,15 +18,12 @@ from kvferry.agent.announce.proxy_names import Lookup, ProxyName, is_name, look_
 from kvferry.common.curve import ClusterKey
 from kvferry.proxy.wire.registration import (
     PING_INTERVAL_S,
-    VERSIONS,
     Ack,
     BadFrame,
     Bye,
     Incarnation,
     Register,
     Rejected,
-    Versions,
-    common_version,
     decode_proxy_message,
     encode,
 )
@@ -36,8 +33,6 @@ log = logging.getLogger(__name__)
 DRAIN_PING_INTERVAL_S = 0.1
 ACK_TIMEOUT_S = 3 * PING_INTERVAL_S
 """A proxy that has acknowledged nothing for so long is gone, and sends nothing either."""
-_SILENT_S = 2 * PING_INTERVAL_S
-"""A proxy that has answered nothing for so long may be another one by now, and an older one."""
 _UNREACHABLE_PINGS = 3
 """That could not be sent, in a row, before the log says so: connecting takes a moment."""
 _MAX_RESPONSES_PER_PING = 16
@@ -73,20 +68,13 @@ class ProxyConnection:
         self._unreachable = "unreachable" if key is None else "unreachable, or it has another cluster key"
         self._acked_at = -math.inf
         self._acked_index = -1
-        self._in_flight: int | None = None
-        self._answered_at = -math.inf
-        self._version = VERSIONS[0]
-        """In which to ping."""
+        self._in_flight = 0
         self.asks_to_drain = False
 
     def send(self, message: Register | Bye) -> None:
-        """Send if the proxy is connected and reads; else drop this ping: the next one is due soon.
-
-        In the highest version that the proxy is known to understand.
-        """
-        version = self._version if time.monotonic() - self._answered_at <= _SILENT_S else VERSIONS[0]
+        """Send if the proxy is connected and reads; else drop this ping: the next one is due soon."""
         try:
-            self._socket.send(encode(msgspec.structs.replace(message, v=version)), zmq.NOBLOCK)
+            self._socket.send(encode(message), zmq.NOBLOCK)
         except zmq.Again:
             self._unsent += 1
             if self._unsent >= _UNREACHABLE_PINGS:
@@ -104,7 +92,6 @@ class ProxyConnection:
             except BadFrame as error:
                 self._note(f"invalid response: {error}", logging.WARNING)
                 continue
-            self._note_versions(response.versions)
             match response:
                 case Ack(proxy=proxy):
                     self._note(f"registered with {proxy}", logging.INFO)
@@ -135,10 +122,6 @@ class ProxyConnection:
         closing = threading.Thread(target=self._context.term, name=f"bye-{self.address}", daemon=True)
         closing.start()
         return closing
-
-    def _note_versions(self, theirs: Versions) -> None:
-        self._answered_at = time.monotonic()
-        self._version = common_version(VERSIONS, theirs) or VERSIONS[0]
 
     def _note(self, status: str, level: int) -> None:
         """Log the state of the registration, once per change."""

@@ -113,7 +113,7 @@ class _Updates:
         if isinstance(message, Bye):
             self._registry.bye(message.incarnation)
             return
-        rejected = self._registry.register(message)
+        rejected = self._registry.register(message, reads_acks=False)
         if rejected is not None and rejected != self._rejected:
             logger.warning("configured server %s is rejected: %s", message.address, rejected.value)
         self._rejected = rejected

@@ -122,19 +122,18 @@ class PingListener:
         if isinstance(message, wire.Bye):
             self._registry.bye(message.incarnation)
             return None
-        rejected = self._registry.register(message)
+        rejected = self._registry.register(message, reads_acks=foreign is None)
         if rejected is not None:
             self._metrics.rejected_pings.labels(rejected.name.lower()).inc()
         if foreign is not None:
             return None  # other engines do not read responses
         if rejected is not None:
-            return wire.encode(wire.Rejected(reason=rejected.value, versions=wire.VERSIONS))
+            return wire.encode(wire.Rejected(reason=rejected.value))
         ack = wire.Ack(
             proxy=self._proxy_id,
             index=message.index,
             in_flight=self._in_flight(message.incarnation),
             drain=self._registry.is_ending(message.incarnation),
-            versions=wire.VERSIONS,
         )
         return wire.encode(ack)
 
@@ -142,7 +141,7 @@ class PingListener:
         reason = RejectReason.VERSION
         self._registry.reject_version(info)
         self._metrics.rejected_pings.labels(reason.name.lower()).inc()
-        return wire.encode(wire.Rejected(reason=reason.value, versions=wire.VERSIONS))
+        return wire.encode(wire.Rejected(reason=reason.value))
 
 
 def _foreign(body: dict[str, Any]) -> wire.Register | None:

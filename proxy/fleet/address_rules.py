@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 from urllib.parse import urlsplit
 
-from kvferry.proxy.wire.registration import VERSIONS, OtherRegister, Register
+from kvferry.proxy.wire.registration import VERSION, OtherRegister, Register
 
 MAX_SHOWN = 64
 MAX_ADDRESS_CHARS = 200
@@ -96,7 +96,7 @@ class RejectReason(enum.StrEnum):
     STALE = "a later ping of this incarnation has arrived before"
     RETIRED = "this incarnation has left, or was replaced at its address"
     FULL = "this proxy has registered as many agents as it can"
-    VERSION = f"this proxy speaks versions {VERSIONS[0]} to {VERSIONS[1]} of pings, and not the agent's"
+    VERSION = f"this proxy speaks version {VERSION} of pings, and not the agent's"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from kvferry.common.hashing import Purpose, digest
 from kvferry.proxy.fleet.load import Candidates, Listed
 from kvferry.proxy.fleet.routing_request import CHUNK_TOKENS, PrefixLender, RoutingRequest
 from kvferry.proxy.fleet.snapshot import Node
-from kvferry.proxy.wire.registration import LENDS_SINCE, NATIVE_DIALECT, Incarnation, Register, common_version
+from kvferry.proxy.wire.registration import NATIVE_DIALECT, Incarnation, Register
 
 PolicyName = Literal["round_robin", "least_loaded", "power_of_two", "prefix_aware", "session"]
 
@@ -222,10 +222,8 @@ class PrefixLenders:
 
 
 def _can_lend(lender: Register, borrower: Register) -> bool:
-    """Whether one that fits the other can lend to it: older versions do not know how to, or to ask."""
-    if lender.incarnation in borrower.refusals or lender.incarnation == borrower.incarnation:
-        return False
-    return (common_version(lender.control_versions, borrower.control_versions) or 0) >= LENDS_SINCE
+    """Whether one that fits the other can lend to it."""
+    return lender.incarnation not in borrower.refusals and lender.incarnation != borrower.incarnation
 
 
 def _rank(session: str, address: str) -> bytes:

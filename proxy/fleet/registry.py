@@ -55,8 +55,6 @@ LONG_PAUSE_S = 2 * PAUSE_CHECK_INTERVAL_S
 """After such a pause of this process or its host, pings wait to be read: agents are not lost for that."""
 ROUNDING_S = 1e-3
 """More than floats lose in adding intervals to the clock."""
-DRAIN_VERSION = 3
-"""From this version of pings on, agents do what an ack asks of them."""
 MAX_NODES = 4096
 MAX_RETIRED = 4096
 # Other engines ping more slowly: three of their intervals and a half, as for our own.
@@ -96,6 +94,7 @@ class _Record:
     joined_at: float
     served_at: float
     """When its last ping that did not announce its end came."""
+    reads_acks: bool
     legs: LegCounts = field(default_factory=LegCounts)
     ours_at_ping: int = 0
     connection_refused_at: float | None = None
@@ -206,9 +205,11 @@ class Registry:
                 if not self._watchers[agent]:
                     del self._watchers[agent]
 
-    def register(self, info: Register, heard_at: float | None = None) -> RejectReason | None:
+    def register(
+        self, info: Register, heard_at: float | None = None, *, reads_acks: bool = True
+    ) -> RejectReason | None:
         """Apply one ping, heard now unless it is said when. Returns None when it was accepted, else why it
-        changed nothing.
+        changed nothing. `reads_acks`: its sender does what an ack asks of it.
 
         A new incarnation at a known address replaces the old one, whose own late pings are rejected from then
         on: what was known about it must not come back (X23).
@@ -227,7 +228,7 @@ class Registry:
             self._replace_at(info.address)
             logger.info("agent %s joined: %s %s %s", incarnation, info.role, info.model, info.address)
             breaker = Breaker(incarnation, self._breakers)
-            self._records[incarnation] = record = _Record(info, now, now, breaker, now, now)
+            self._records[incarnation] = record = _Record(info, now, now, breaker, now, now, reads_acks)
             self._note(EventKind.JOINED, info, info.state)
             self._cache.order_changed()
         else:
@@ -306,7 +307,7 @@ class Registry:
         record = self._records.get(incarnation)
         if record is None:
             return None
-        if record.info.v < DRAIN_VERSION:
+        if not record.reads_acks:
             return False
         if not record.is_ending:
             self._note(EventKind.ENDING, record.info)

@@ -15,7 +15,6 @@ from typing import Any
 from kvferry.proxy.telemetry.metrics import Totals
 from kvferry.proxy.wire.registration import (
     PULL_BUCKETS,
-    REPORTS_WORK_VERSION,
     Bye,
     Incarnation,
     LinkUse,
@@ -63,8 +62,7 @@ class TransferTotals:
         agent = update.incarnation
         _put(self._addresses, agent, update.address, MAX_AGENTS)
         if update.work is None:
-            if update.v >= REPORTS_WORK_VERSION:  # it has not begun; in earlier versions none can say
-                _put(self._last, agent, self._last.get(agent, WorkReport()), MAX_AGENTS)
+            _put(self._last, agent, self._last.get(agent, WorkReport()), MAX_AGENTS)  # it has not begun
             return
         before = self._last.get(agent, update.work)
         _put(self._last, agent, update.work, MAX_AGENTS)

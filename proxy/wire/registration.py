@@ -4,9 +4,8 @@
 Agents send maps over DEALER; the proxy's ROUTER answers. Frames are packed by `msgpack` with strict limits
 and typed here with msgspec; nothing downstream of this module sees an untyped map.
 
-An agent begins with the lowest version it speaks, and goes on with the highest that the proxy's acks allow. A
-proxy rejects, with its own range, a registration in a version that it does not speak. From version 3 on,
-fields that a side does not know are ignored: what an agent adds costs it no proxy of the same version.
+A proxy rejects by name a registration in a version that it does not speak. Fields that a side does not know
+are ignored: what an agent adds costs it no proxy of the same version.
 """
 
 from __future__ import annotations
@@ -23,12 +22,8 @@ MAX_VERSION = 64
 _Version = Annotated[int, msgspec.Meta(ge=1, le=MAX_VERSION)]
 Versions = tuple[_Version, _Version]
 """The lowest and the highest version of a protocol that a program speaks."""
-VERSIONS: Versions = (2, 3)
-"""Of the messages below."""
-FIRST_CONTROL_VERSIONS: Versions = (2, 2)
-"""Of the control channel between agents, as spoken by those whose pings do not say."""
-LENDS_SINCE = 3
-"""The version of the control channel from which on agents lend each other what their prefix caches hold."""
+VERSION = 1
+"""Version of the messages below."""
 DEFAULT_DISCOVERY_PORT = 36367
 PING_INTERVAL_S = 1.0
 NODE_EXPIRY_S = 3.5
@@ -61,7 +56,7 @@ class OtherVersion(BadFrame):
     """A registration in a version that is not spoken here."""
 
     def __init__(self, info: OtherRegister) -> None:
-        super().__init__(f"version {info.v}; spoken are {VERSIONS[0]} to {VERSIONS[1]}")
+        super().__init__(f"version {info.v}; spoken is {VERSION}")
         self.info = info
 
 
@@ -149,11 +144,11 @@ class Register(msgspec.Struct, frozen=True, kw_only=True):
     incarnation, whose KV it can never read, as found at the first handshake, and why.
     `prefill_chunk`: prompt tokens computed per step; None when unknown. `loop_lag_s`: by how many seconds the
     event loop that serves HTTP is late. Pings show that an agent is alive; `steps` and this, that it makes
-    progress. From version 3 on, `control_versions`: what it speaks on the control channel to other agents;
-    `work` and `capacity`: None from an agent that does not say; `name`: for operators, empty if it has none.
+    progress. `control_versions`: what it speaks on the control channel to other agents. `work` and
+    `capacity`: None from an agent that does not say. `name`: for operators, empty if it has none.
     """
 
-    v: Literal[2, 3] = 2
+    v: Literal[1] = 1
     type: Literal["register"] = "register"
     role: Role
     incarnation: Annotated[Incarnation, msgspec.Meta(max_length=MAX_TEXT_CHARS)]
@@ -179,7 +174,7 @@ class Register(msgspec.Struct, frozen=True, kw_only=True):
     load: Load
     prefill_chunk: int | None = None
     loop_lag_s: float = 0.0
-    control_versions: Versions = FIRST_CONTROL_VERSIONS
+    control_versions: Versions = (1, 1)
     work: WorkReport | None = None
     capacity: Capacity | None = None
     name: Text = ""
@@ -188,31 +183,28 @@ class Register(msgspec.Struct, frozen=True, kw_only=True):
 class Bye(msgspec.Struct, frozen=True, kw_only=True):
     """The agent stops now; no need to wait for its pings to expire."""
 
-    v: Literal[2, 3] = 2
+    v: Literal[1] = 1
     type: Literal["bye"] = "bye"
     incarnation: Incarnation
 
 
 class Ack(msgspec.Struct, frozen=True, kw_only=True):
     """The proxy has taken a ping. `in_flight`: sequences of its clients that are at the agent, or routed to
-    it and still to come; None from a proxy that does not say. `drain`: an operator has asked the proxy to let
-    the agent drain and end. `versions`: which pings the proxy understands.
+    it and still to come. `drain`: an operator has asked the proxy to let the agent drain and end.
     """
 
     type: Literal["ack"] = "ack"
     proxy: str
     index: int
-    in_flight: int | None = None
+    in_flight: int = 0
     drain: bool = False
-    versions: Versions = (2, 2)
 
 
 class Rejected(msgspec.Struct, frozen=True, kw_only=True):
-    """The ping has changed nothing. `versions`: as in `Ack`."""
+    """The ping has changed nothing."""
 
     type: Literal["refused"] = "refused"
     reason: str
-    versions: Versions = (2, 2)
 
 
 AgentMessage = Register | Bye
@@ -224,16 +216,6 @@ _AGENT_TYPES: dict[object, type[AgentMessage]] = {"register": Register, "bye": B
 _PROXY_TYPES: dict[object, type[ProxyMessage]] = {"ack": Ack, "refused": Rejected}
 
 
-_SINCE_3 = frozenset({"capacity", "control_versions", "name", "work"})
-REPORTS_WORK_VERSION = 3
-"""From this version of pings on, our agents say what they have done."""
-_FIELDS_OF_2 = {
-    "register": frozenset(Register.__struct_fields__) - _SINCE_3,
-    "bye": frozenset(Bye.__struct_fields__),
-}
-_LOAD_FIELDS_OF_2 = frozenset(Load.__struct_fields__)
-
-
 def common_version(ours: Versions, theirs: Versions) -> int | None:
     """Return the highest version that both sides speak, or None."""
     highest = min(ours[1], theirs[1])
@@ -241,12 +223,8 @@ def common_version(ours: Versions, theirs: Versions) -> int | None:
 
 
 def encode(message: AgentMessage | ProxyMessage) -> bytes:
-    """Pack one message into one frame, with the fields that its version has."""
-    body = msgspec.to_builtins(message)
-    if isinstance(message, Register) and message.v == 2:
-        for name in _SINCE_3:
-            del body[name]
-    return msgpack.packb(body, use_bin_type=True)  # type: ignore[no-any-return]
+    """Pack one message into one frame."""
+    return msgpack.packb(msgspec.to_builtins(message), use_bin_type=True)  # type: ignore[no-any-return]
 
 
 def decode_agent_message(frame: bytes) -> AgentMessage:
@@ -257,10 +235,7 @@ def decode_agent_message(frame: bytes) -> AgentMessage:
     """
     body = unpack_map(frame)
     version = body.get("v")
-    if version == 2:
-        _check_fields_of_2(body)
-    is_other = isinstance(version, int) and not VERSIONS[0] <= version <= VERSIONS[1]
-    if is_other and body.get("type") == "register":
+    if isinstance(version, int) and version != VERSION and body.get("type") == "register":
         raise OtherVersion(_convert(body, OtherRegister))
     return _decode(body, _AGENT_TYPES)
 
@@ -290,17 +265,6 @@ def unpack_map(frame: bytes) -> dict[str, Any]:
     if not isinstance(body, dict) or not all(isinstance(key, str) for key in body):
         raise BadFrame("not a map with string keys")
     return body
-
-
-def _check_fields_of_2(body: dict[str, Any]) -> None:
-    """Raise `BadFrame` for a field that version 2 has not: there it is a mistake."""
-    kind, load = body.get("type"), body.get("load")
-    known = _FIELDS_OF_2.get(kind) if isinstance(kind, str) else None
-    unknown = set() if known is None else body.keys() - known
-    if isinstance(load, dict):
-        unknown |= load.keys() - _LOAD_FIELDS_OF_2
-    if unknown:
-        raise BadFrame(f"version 2 has no field {sorted(map(str, unknown))[0]!r}")
 
 
 def _decode(body: dict[str, Any], types: dict[object, type[_M]]) -> _M:

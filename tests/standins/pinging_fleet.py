@@ -42,7 +42,6 @@ class PingingFleet:
         """What agent `number` says of itself now: its load and its work differ from ping to ping."""
         is_prefill, turn = number < self.size // 2, self._pings
         return wire.Register(
-            v=3,
             role="prefill" if is_prefill else "decode",
             name=self.name(number),
             incarnation=wire.Incarnation(f"{number:016x}"),

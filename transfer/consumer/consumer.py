@@ -322,11 +322,6 @@ class Consumer:
     def _lend(self, entry: _PullEntry, effect: SendLend) -> None:
         if entry.link is None:
             return
-        if not entry.link.lends:
-            self._links.retire(entry.link)  # it may have been late to say its version; the next link shows
-            detail = f"version {entry.link.version} of the control channel"
-            self._perform(entry, entry.pull.lost("refused", detail))
-            return
         limit_s = max(entry.deadline - time.monotonic(), 0.0)
         entry.link.lend(entry.pull.transfer_id, effect.hashes, limit_s, partial(self._responded, entry))
 

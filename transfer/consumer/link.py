@@ -13,7 +13,6 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import msgspec
 import zmq
 
 from kvferry.common.curve import ClusterKey
@@ -21,7 +20,7 @@ from kvferry.common.state_machine import transition, transitions
 from kvferry.transfer.checksum import SumTable, first_mismatch, split_rows
 from kvferry.transfer.control import messages as wire
 from kvferry.transfer.control.endpoints import ControlClient
-from kvferry.transfer.control.messages import LENDS_SINCE, VERSIONS, Grant
+from kvferry.transfer.control.messages import VERSIONS, Grant
 from kvferry.transfer.ids import TransferId
 from kvferry.transfer.layout import BlockTemplate, num_columns, pair_blocks, plan_templates, source_columns
 from kvferry.transfer.net import resolve
@@ -33,8 +32,6 @@ from kvferry.transfer.ranks.messages import Connect, Read, pack_spans
 HANDSHAKE_S = 5.0
 RESPONSE_TIMEOUT_S = 2.0
 """Limit for a response, on top of the wait that a request allows."""
-_VERSIONS_TIMEOUT_S = 2.0
-"""Limit for a response to a `hello` with versions. Then one is sent without: the field may be unknown."""
 
 _log = logging.getLogger(__name__)
 
@@ -117,7 +114,6 @@ class Link:
         self._client = ControlClient(self._broken, key)
         self._dialling: asyncio.Task[None] | None = None
         self._offer: tuple[str, ...] = ranks.transfers
-        self._says_versions = True
         self._deadline: asyncio.TimerHandle | None = None
         self._templates: list[dict[int, BlockTemplate]] = []
         """By our rank and theirs; a pull's spans are made of them."""
@@ -160,11 +156,6 @@ class Link:
         _log.info("lost %r: %s: %s", self, reason, detail)
         self.close()
         self._on_lost(self, reason, detail)
-
-    @property
-    def lends(self) -> bool:
-        """Whether the producer knows `lend`, as far as it has said. Only while `READY`."""
-        return self.version >= LENDS_SINCE
 
     # Requests.
 
@@ -331,10 +322,9 @@ class Link:
             host_id=config.host_id,
             verify_kv=config.verify_kv,
             ranks=ranks,
-            versions=VERSIONS if self._says_versions else msgspec.UNSET,
+            versions=VERSIONS,
         )
-        limit_s = _VERSIONS_TIMEOUT_S if self._says_versions else HANDSHAKE_S
-        self._request(hello, limit_s, self._hello_responded)
+        self._request(hello, HANDSHAKE_S, self._hello_responded)
 
     def _hello_responded(self, response: wire.Response | None) -> None:
         if self.state is not LinkState.NEGOTIATING:
@@ -347,9 +337,6 @@ class Link:
                 if response.field != "transfers" or self._offer == self._ranks.transfers:
                     self.refusal = detail
                 self.lose("refused", detail)
-            case None if self._says_versions:
-                self._says_versions = False
-                self._send_hello()
             case None:
                 self.lose("unreachable", "no response to hello")
             case _:

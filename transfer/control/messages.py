@@ -7,8 +7,6 @@ version, a `seq` that the response echoes, and the producer's incarnation.
 A consumer says `hello` in the lowest version that it speaks, and which it speaks in all. The response, and
 all that follows, is in the highest that both speak; without one the producer refuses by the field `version`.
 Proxies know these ranges from pings, and pair no agents of which one would refuse the other.
-
-Version 3 is version 2 and `lend`.
 """
 
 from __future__ import annotations
@@ -24,14 +22,10 @@ from kvferry.transfer.layout import MAX_REGIONS, KVGeometry, Placement
 from kvferry.transfer.plane import MAX_LOAN_BLOCKS
 from kvferry.transfer.sampled_tokens import SampledTokens
 
-_UNSAID = (2, 2)
-"""What a consumer speaks that does not say."""
-VERSIONS = (2, 3)
+VERSIONS = (1, 1)
 """The lowest and the highest version that is spoken here. What ranks send each other counts too: a backend's
 frames change with a version of this.
 """
-LENDS_SINCE = 3
-"""The first version with `lend`."""
 MAX_FRAME_BYTES = 1 << 20
 _GRANT_SPARE_BYTES = 1 << 16
 _BLOCK_ID_BYTES = 9
@@ -83,8 +77,7 @@ class Hello(_Frame, frozen=True, tag="hello"):
     """Begin a link. `transfers` are those to choose from, the consumer's best first.
 
     `verify_kv`: the consumer accepts no KV without checksums. `versions`: the lowest and the highest that it
-    speaks; without it version 2 alone. Agents of before there were ranges do not know the field, and drop a
-    frame that has it.
+    speaks.
     """
 
     consumer: _Id
@@ -95,7 +88,7 @@ class Hello(_Frame, frozen=True, tag="hello"):
     host_id: _Word
     verify_kv: bool
     ranks: Annotated[tuple[_Engines, ...], Meta(max_length=1024)]
-    versions: tuple[_Version, _Version] | msgspec.UnsetType = msgspec.UNSET
+    versions: tuple[_Version, _Version]
 
 
 class OtherHello(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="hello"):
@@ -250,7 +243,7 @@ def max_blocks(sum_bytes: int) -> int:
 
 def common_version(hello: Hello) -> int | None:
     """Return the highest version that a producer here and the consumer both speak; None if there is none."""
-    lowest, highest = _UNSAID if hello.versions is msgspec.UNSET else hello.versions
+    lowest, highest = hello.versions
     common = min(VERSIONS[1], highest)
     return common if common >= max(VERSIONS[0], lowest) else None
 

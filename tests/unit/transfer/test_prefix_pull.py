@@ -8,7 +8,6 @@ import asyncio
 import msgspec
 import pytest
 
-from kvferry.transfer.control import messages as wire
 from kvferry.transfer.events import LeaseEnded, LoanRequested, PullDone, PullFailed
 from kvferry.transfer.ids import new_transfer_id
 from tests.unit.transfer.rig import GEOMETRY, Agent, assert_same_kv
@@ -170,56 +169,3 @@ async def test_what_was_not_asked_for_is_not_lent() -> None:
     async with Agent(seed=1, lends_prefixes=True) as decode:
         assert not decode.plane.grant_prefix(new_transfer_id(), CACHED, 12, "hash")
         assert decode.plane.stats().leased == 0
-
-
-def speak(monkeypatch: pytest.MonkeyPatch, highest: int) -> None:
-    """Let producers speak no version of the control channel above this one."""
-    common = wire.common_version
-
-    def older(hello: wire.Hello) -> int | None:
-        version = common(hello)
-        return None if version is None else min(version, highest)
-
-    monkeypatch.setattr(wire, "common_version", older)
-
-
-async def test_an_agent_of_an_older_version_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would not answer, and the prompt would wait for the deadline. Other pulls from it go on as ever.
-
-    The next time it may be asked after all: it may have been replaced, or only late to say its version.
-    """
-    speak(monkeypatch, wire.LENDS_SINCE - 1)
-    async with Agent(seed=1, lends_prefixes=True) as decode, Agent(seed=2) as prefill:
-        prefill.plane.pull(decode.lend([3], 4), decode.remote(4), [30], 0, 10.0)
-        await prefill.event(PullDone)
-        prefill.plane.pull_prefix(new_transfer_id(), decode.remote(16), OURS, HASHES, 10.0)
-        failed = await prefill.event(PullFailed)
-        assert (failed.reason, failed.detail) == ("refused", "version 2 of the control channel")
-        assert failed.quiescent
-        assert not [each for each in decode.plane.take_events() if isinstance(each, LoanRequested)]
-        prefill.plane.check_integrity()
-        monkeypatch.undo()
-        prefill.plane.pull_prefix(new_transfer_id(), decode.remote(16), OURS, HASHES, 10.0)
-        await answer(decode, CACHED)
-        await prefill.event(PullDone)
-
-
-async def test_an_agent_of_before_there_were_ranges_of_versions_still_shakes_hands(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It drops a `hello` that says versions, and answers the next one, which says none."""
-    monkeypatch.setattr("kvferry.transfer.consumer.link._VERSIONS_TIMEOUT_S", 0.2)
-
-    def decode_request(frame: bytes) -> wire.Received:
-        request = wire.decode_request(frame)
-        if request.v != 2 or (isinstance(request, wire.Hello) and request.versions is not msgspec.UNSET):
-            raise wire.BadControlFrame("not known here")
-        return request
-
-    monkeypatch.setattr("kvferry.transfer.control.endpoints.decode_request", decode_request)
-    async with Agent(seed=1, lends_prefixes=True) as decode, Agent(seed=2) as prefill:
-        prefill.plane.pull_prefix(new_transfer_id(), decode.remote(16), OURS, HASHES, 10.0)
-        assert (await prefill.event(PullFailed)).reason == "refused"
-        prefill.plane.pull(decode.lend(CACHED, 12), decode.remote(12), OURS[:3], 0, 10.0)
-        await prefill.event(PullDone)
-        assert_same_kv(decode, CACHED, prefill, OURS[:3])

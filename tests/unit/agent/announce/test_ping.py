@@ -21,7 +21,6 @@ from kvferry.common.curve import ClusterKey
 from kvferry.deploy import keygen
 from kvferry.proxy.wire.registration import (
     PING_INTERVAL_S,
-    VERSIONS,
     Ack,
     AgentMessage,
     Bye,
@@ -121,26 +120,25 @@ async def test_an_agent_is_released_once_every_proxy_that_lives_has_nothing_for_
     async with announced(make) as (membership, _):
         for proxy in proxies:
             ping = await proxy.hear_ping()
-            await proxy.say(Ack(proxy="p", index=ping.index, in_flight=0, versions=VERSIONS))
-            while (await proxy.hear_ping()).v != VERSIONS[1]:
-                continue  # the ack has not been read yet
+            await proxy.say(Ack(proxy="p", index=ping.index, in_flight=0))
+            await proxy.hear_ping()
+            await proxy.hear_ping()  # the ack has been read
         membership.become_ready()
         waiting = asyncio.ensure_future(membership.wait_released())
         membership.start_draining()
         # The third says nothing any more.
-        tells, is_older = proxies[:2]
-        index = (await tells.hear_ping("draining")).index
-        await tells.say(Ack(proxy="p", index=index, in_flight=2))
-        await is_older.hear_ping("draining")
-        await is_older.say(Ack(proxy="q", index=index - 1))
+        one, other = proxies[:2]
+        index = (await one.hear_ping("draining")).index
+        await one.say(Ack(proxy="p", index=index, in_flight=2))
+        await other.hear_ping("draining")
+        await other.say(Ack(proxy="q", index=index - 1))
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(asyncio.shield(waiting), 0.5)
         silent_since = time.monotonic()
         while not waiting.done():
-            for proxy in (tells, is_older):
+            for proxy in (one, other):
                 index = (await proxy.hear_ping()).index
-                in_flight = 0 if proxy is tells else None
-                await proxy.say(Ack(proxy="p", index=index, in_flight=in_flight))
+                await proxy.say(Ack(proxy="p", index=index, in_flight=0))
         assert time.monotonic() - silent_since < ACK_TIMEOUT_S + DEADLINE_S
         await waiting
 
@@ -199,28 +197,6 @@ async def test_pings_go_out_while_the_event_loop_is_busy() -> None:
     finally:
         stopped.set()
         proxy.join()
-
-
-async def test_a_proxy_is_pinged_in_the_highest_version_that_it_is_known_to_speak() -> None:
-    """An older proxy would drop the ping, and with it the agent; whatever it is, it may be replaced."""
-    proxies: list[Proxy] = []
-
-    def make(context: zmq.asyncio.Context) -> list[str]:
-        proxies.extend(Proxy(context) for _ in range(2))
-        return [proxy.address for proxy in proxies]
-
-    async with announced(make):
-        newer, older = proxies
-        assert (await newer.hear_ping()).v == (await older.hear_ping()).v == VERSIONS[0]
-        await newer.say(Ack(proxy="new", index=0, versions=(VERSIONS[1], VERSIONS[1] + 1)))
-        await older.say(Ack(proxy="old", index=0))
-        async with asyncio.timeout(DEADLINE_S):
-            while (await newer.hear_ping()).v != VERSIONS[1]:
-                pass
-        assert (await older.hear_ping()).v == VERSIONS[0]
-        async with asyncio.timeout(DEADLINE_S):  # it is silent now: an older one may listen there
-            while (await newer.hear_ping()).v != VERSIONS[0]:
-                pass
 
 
 async def test_a_proxy_may_ask_the_agent_to_drain() -> None:

@@ -19,6 +19,7 @@ from kvferry.proxy.exchange.relay import RelayedResponse
 from kvferry.proxy.ids import Endpoint
 from kvferry.proxy.request import ClientRequest, parse_request
 from kvferry.proxy.telemetry.metrics import Metrics
+from tests.unit.proxy.builders import registration
 from tests.unit.proxy.conftest import Stage, StartStage
 
 TRACEPARENT = f"00-{'1' * 32}-{'2' * 16}-01"
@@ -254,8 +255,10 @@ async def test_a_draining_agent_gets_nothing_new(stage: Stage) -> None:
 
 async def test_an_operator_lets_an_agent_end_through_any_proxy(stage: Stage) -> None:
     _, told = await stage.pair()
-    other = await stage.agent("decode", overrides={"v": 3})
-    for agent, status in ((told.incarnation, 409), (other.incarnation, 202), ("nobody", 404)):
+    other = await stage.agent("decode")
+    named = registration("decode", 9)
+    stage.proxy.fleet.registry.register(named, reads_acks=False)
+    for agent, status in ((named.incarnation, 409), (other.incarnation, 202), ("nobody", 404)):
         async with stage.http.post(f"{stage.proxy.url}/nodes/{agent}/end") as response:
             assert response.status == status, await response.text()
     await other.until(lambda: other.is_asked_to_drain)

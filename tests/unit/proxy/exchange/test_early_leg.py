@@ -18,7 +18,7 @@ from kvferry.proxy.dialects.base import Prefilled
 from kvferry.proxy.errors import AgentError, AgentLost, AgentRejected
 from kvferry.proxy.exchange.attempt import EarlyLeg
 from kvferry.proxy.exchange.relay import OpeningEvent
-from kvferry.proxy.wire.registration import LENDS_SINCE, Incarnation
+from kvferry.proxy.wire.registration import Incarnation
 from tests.standins.agents import STOP_AT_ONCE, UNEVEN, Fault, StandInAgent
 from tests.unit.proxy.conftest import FAST, Stage, StartStage
 
@@ -418,7 +418,7 @@ async def test_a_prefill_leg_names_who_decoded_the_beginning_and_a_retry_does_no
 ) -> None:
     """Nothing that made an attempt fail can make the next one fail again."""
     stage = await start_stage(prefix_pull_min_tokens=64)
-    prefill, decode = await stage.pair(overrides={"v": 3, "control_versions": (2, LENDS_SINCE)})
+    prefill, decode = await stage.pair()
     turn = {**BODY, "prompt": " ".join(f"word{index}" for index in range(100))}
     for _ in range(2):
         status, _ = await stage.ask(turn)

@@ -25,9 +25,9 @@ from tests.unit.proxy.builders import registration, snapshot
         ({"transfer_mode": "write"}, Mismatch.MODE),
         ({"transfers": ("nixl",)}, Mismatch.TRANSFER),
         ({"dialect": "atom"}, Mismatch.DIALECT),
+        ({"control_versions": (1, 1)}, None),
         ({"control_versions": (1, 2)}, None),
-        ({"control_versions": (2, 3)}, None),
-        ({"control_versions": (3, 4)}, Mismatch.VERSION),
+        ({"control_versions": (2, 3)}, Mismatch.VERSION),
     ],
 )
 def test_a_mismatch_is_found_and_named(fields: dict[str, Any], why: Mismatch | None) -> None:
@@ -66,12 +66,12 @@ def test_layouts_that_differ_are_told_by_what_differs() -> None:
 
 
 def test_versions_that_differ_are_told_with_the_programs_they_are_of() -> None:
-    prefill = registration("prefill", 1, control_versions=(2, 2), version="0.1")
-    decode = registration("decode", 2, control_versions=(3, 4), version="0.3")
+    prefill = registration("prefill", 1, control_versions=(1, 1), version="0.1")
+    decode = registration("decode", 2, control_versions=(2, 3), version="0.3")
     (pair,) = incompatible_pairs(snapshot(prefill, decode))
     assert pair.text == (
         "no version of the control channel in common: "
-        "2 to 2 at the prefill agent (0.1), 3 to 4 at the decode agent (0.3)"
+        "1 to 1 at the prefill agent (0.1), 2 to 3 at the decode agent (0.3)"
     )
 
 

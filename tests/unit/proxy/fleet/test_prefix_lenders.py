@@ -12,7 +12,6 @@ from kvferry.proxy.fleet.load import Loads, Slots
 from kvferry.proxy.fleet.router import make_policy
 from kvferry.proxy.fleet.routing_request import CHUNK_TOKENS, Pair, RoutingRequest
 from kvferry.proxy.fleet.snapshot import Snapshot
-from kvferry.proxy.wire.registration import FIRST_CONTROL_VERSIONS, LENDS_SINCE
 from tests.unit.proxy.builders import AppliedRouter, registration, snapshot
 
 MIN_TOKENS = 2 * CHUNK_TOKENS
@@ -25,13 +24,10 @@ def make_router(min_tokens: int = MIN_TOKENS) -> AppliedRouter:
     return AppliedRouter(*policies, loads, prefix_pull_min_tokens=min_tokens)
 
 
-LENDING = {"control_versions": (2, LENDS_SINCE)}
-
-
 def fleet(decodes: int = 2) -> Snapshot:
     return snapshot(
-        registration("prefill", 100, **LENDING),
-        *(registration("decode", 200 + index, **LENDING) for index in range(decodes)),
+        registration("prefill", 100),
+        *(registration("decode", 200 + index) for index in range(decodes)),
     )
 
 
@@ -96,14 +92,14 @@ def test_an_agent_that_is_gone_or_fits_no_more_is_not_named() -> None:
     router = make_router()
     first = choose(router, fleet(1))
     assert lender(choose(router, fleet(1))) == first.decode.incarnation
-    others = snapshot(registration("prefill", 100, **LENDING), registration("decode", 300, **LENDING))
+    others = snapshot(registration("prefill", 100), registration("decode", 300))
     assert lender(choose(router, others)) is None
     router = make_router()
     choose(router, fleet(1))
     other = snapshot(
-        registration("prefill", 100, **LENDING),
-        registration("decode", 200, weights="others", **LENDING),
-        registration("decode", 300, **LENDING),
+        registration("prefill", 100),
+        registration("decode", 200, weights="others"),
+        registration("decode", 300),
     )
     assert lender(choose(router, other)) is None
 
@@ -112,29 +108,6 @@ def test_an_agent_that_refused_the_prefill_agent_is_not_named() -> None:
     router = make_router()
     first = choose(router, fleet(1))
     refused = {first.decode.incarnation: "verify_kv"}
-    agents = snapshot(
-        registration("prefill", 100, refusals=refused, **LENDING), registration("decode", 200, **LENDING)
-    )
+    agents = snapshot(registration("prefill", 100, refusals=refused), registration("decode", 200))
     pair = router.route(agents, RoutingRequest(model="m", prompt=TURN))
     assert not isinstance(pair, Pair) or lender(pair) is None
-
-
-@pytest.mark.parametrize(
-    ("prefill", "decode", "named"),
-    [
-        ((2, 3), (2, 3), True),
-        ((2, 4), (3, 5), True),
-        (FIRST_CONTROL_VERSIONS, (2, 3), False),
-        ((2, 3), FIRST_CONTROL_VERSIONS, False),
-    ],
-)
-def test_an_agent_of_a_version_that_does_not_lend_is_not_named_and_not_told(
-    prefill: tuple[int, int], decode: tuple[int, int], named: bool
-) -> None:
-    agents = snapshot(
-        registration("prefill", 100, control_versions=prefill),
-        registration("decode", 200, control_versions=decode),
-    )
-    router = make_router()
-    choose(router, agents)
-    assert (lender(choose(router, agents)) is not None) is named

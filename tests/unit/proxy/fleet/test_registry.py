@@ -244,13 +244,13 @@ TestRegistryMachine = RegistryMachine.TestCase
 
 def test_an_agent_that_is_to_end_is_out_of_rotation_for_good() -> None:
     registry = TimedRegistry()
-    registry.at(0.0).register(registration("both", 1, v=3))
-    registry.at(0.0).register(registration("both", 2))
+    registry.at(0.0).register(registration("both", 1))
+    registry.at(0.0).register(registration("both", 2), reads_acks=False)
     assert registry.end(Incarnation(f"{2:016x}")) is False, "it would not be told"
     assert registry.end(Incarnation("nobody")) is None
     assert registry.end(ONE_ID) and registry.is_ending(ONE_ID)
     registry.drain(ONE_ID, drained=False)
-    registry.at(0.1).register(registration("both", 1, v=3, index=2))
+    registry.at(0.1).register(registration("both", 1, index=2))
     one, two = registry.at(0.1).snapshot().nodes
     assert (one.state, one.is_ending, one.drained) == (NodeState.DRAINING, True, False)
     assert (two.state, two.is_ending) == (NodeState.READY, False)

@@ -274,7 +274,7 @@ class Clock:
 
 
 def ping(signals: ScalingSignals, capacity: Capacity | None, port: int = 1, **fields: object) -> Register:
-    info = registration("prefill", port, v=3, capacity=capacity, **fields)
+    info = registration("prefill", port, capacity=capacity, **fields)
     signals.note(info)
     return info
 
@@ -331,7 +331,7 @@ async def test_the_page_shows_what_arrives_waits_and_is_sent() -> None:
     for role, port in (("prefill", 1), ("decode", 2)):
         for prompts in (0, 10):
             capacity = Capacity(prompts=prompts, prefill_s=prompts * 0.5, slots=2) if port == 1 else None
-            info = registration(role, port, v=3, load=room, capacity=capacity)
+            info = registration(role, port, load=room, capacity=capacity)
             assert fleet.registry.register(info, clock()) is None
 
     async def acquire(n: int = 1, *, by: float = math.inf, **fields: Any) -> Reservation | NoPair:

@@ -21,7 +21,7 @@ def totals() -> TransferTotals:
 
 def report(made: TransferTotals, port: int = 2, **fields: Any) -> None:
     """Have the decode agent at a port report this work."""
-    made.note(registration("decode", port, v=3, work=WorkReport(**fields)))
+    made.note(registration("decode", port, work=WorkReport(**fields)))
 
 
 def link(producer: str = PREFILL.incarnation, **fields: Any) -> LinkUse:
@@ -44,20 +44,9 @@ def test_only_what_is_done_while_the_proxy_listens_counts() -> None:
 
 def test_the_first_report_of_an_agent_that_was_seen_starting_counts_whole() -> None:
     made = totals()
-    made.note(registration("decode", 2, v=3, state="starting"))
+    made.note(registration("decode", 2, state="starting"))
     report(made, pull_bytes=700)
     assert made.totals().pull_bytes == 700
-
-
-def test_a_ping_in_a_version_that_has_no_reports_is_no_report_of_nothing() -> None:
-    """Agents ping a new proxy in the lowest version first: what they did before is no burst then either."""
-    made = totals()
-    made.note(registration("decode", 2, v=2))
-    report(made, pull_bytes=700)
-    assert made.totals().pull_bytes == 0
-    made.note(registration("decode", 2, v=2))
-    report(made, pull_bytes=800)
-    assert made.totals().pull_bytes == 100
 
 
 def test_a_restart_neither_adds_nor_subtracts() -> None:
@@ -67,7 +56,7 @@ def test_a_restart_neither_adds_nor_subtracts() -> None:
     report(made, pull_bytes=50)
     assert made.totals().pull_bytes == 200, "a number that falls adds nothing"
     made.note(Bye(incarnation=PREFILL.incarnation))
-    made.note(registration("decode", 2, incarnation="another", v=3, work=WorkReport(pull_bytes=10)))
+    made.note(registration("decode", 2, incarnation="another", work=WorkReport(pull_bytes=10)))
     assert made.totals().pull_bytes == 200
 
 

@@ -36,6 +36,8 @@ from tests.unit.proxy.exposition import sample
 DEADLINE_S = 20.0
 PREFILL, DECODE = registration("prefill", 1), registration("decode", 2, load=load(max_running=1))
 DECODE_ID = Incarnation(DECODE.incarnation)
+NAMED = registration("decode", 9)
+"""A server that an operator has named."""
 REQUESTS = 'kvferry_proxy_requests_total{endpoint="completions",status="200"}'
 OK = ("completions", "", "200")
 PREFILLING = 'kvferry_proxy_requests_in_flight{phase="prefill"}'
@@ -226,10 +228,10 @@ async def test_the_worst_that_a_worker_found_of_an_agent_is_shown(office: Office
 
 async def test_an_agent_that_is_to_end_gets_nothing_new_from_any_worker(office: Office) -> None:
     one, other = await office.process(), await office.process()
-    assert (await one.worker.end(DECODE_ID)).status == 409, "pings of version 2 are not told"
+    office.registry.register(NAMED, reads_acks=False)
+    assert (await one.worker.end(Incarnation(NAMED.incarnation))).status == 409, "it would not be told"
+    office.registry.bye(Incarnation(NAMED.incarnation))
     assert (await one.worker.end(Incarnation("nobody"))).status == 404
-    newer = msgspec.structs.replace(DECODE, v=3, index=DECODE.index + 1)
-    office.registry.register(newer)
     page = await one.worker.end(DECODE_ID)
     assert (page.status, msgspec.json.decode(page.body)["ending"]) == (202, True)
     assert office.registry.is_ending(DECODE_ID)

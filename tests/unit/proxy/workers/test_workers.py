@@ -183,7 +183,7 @@ async def test_signals_to_scale_by_are_those_of_all_workers() -> None:
         started_at = time.monotonic()
         prefill = await proxy.agent("prefill")
         await proxy.agent("decode")
-        prefill.overrides |= {"v": 3, "capacity": measured}
+        prefill.overrides |= {"capacity": measured}
         wanted = 'kvferry_proxy_wanted_agents{model="stand-in",role="prefill"}'
         async with asyncio.timeout(DEADLINE_S):
             while wanted not in (await proxy.get("/metrics"))[1].decode():

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvferry.proxy.wire.registration import LENDS_SINCE
 from kvferry.transfer.control import messages as wire
 from kvferry.transfer.control.messages import BadControlFrame, EngineDescription
 from kvferry.transfer.sampled_tokens import MAX_ALTERNATIVES, MAX_CHOICES, SampledToken, SampledTokens
@@ -29,6 +28,7 @@ REQUESTS = [
         host_id="h",
         verify_kv=True,
         ranks=({"tcp": DESCRIPTION},),
+        versions=wire.VERSIONS,
     ),
     wire.Open(**HEAD, transfer_id="t", consumer="c", have=3, wait_s=0.5),
     wire.Lend(**HEAD, transfer_id="t", consumer="c", hashes=(b"one", b"two"), limit_s=5.0),
@@ -108,32 +108,17 @@ def test_a_hello_of_another_version_is_read_as_far_as_all_versions_are_alike() -
         v=9, seq=hello.seq, incarnation=hello.incarnation
     )
     refused({**body, "type": "open"})
-    refused({**body, "v": 2})
+    refused({**body, "v": 1})
 
 
 def test_the_highest_version_that_both_speak_is_found() -> None:
     hello = REQUESTS[0]
     assert isinstance(hello, wire.Hello)
-    assert "versions" not in plain(hello), "so that it can be said to those who do not know the field"
-    ranges = ((msgspec.UNSET, 2), ((1, 2), 2), ((2, 3), 3), ((3, 4), 3), ((1, 1), None), ((4, 5), None))
+    ranges = (((1, 1), 1), ((1, 3), 1), ((2, 3), None), ((4, 5), None))
     for versions, common in ranges:
         said = msgspec.structs.replace(hello, versions=versions)
         assert wire.common_version(said) == common
         assert wire.decode_request(wire.encode(said)) == said
-
-
-@pytest.mark.parametrize("version", [2, 3])
-def test_a_frame_is_in_any_version_that_is_spoken_here(version: int) -> None:
-    for request in REQUESTS:
-        said = msgspec.structs.replace(request, v=version)
-        assert wire.decode_request(wire.encode(said)) == said
-    for answer in ANSWERS:
-        said = msgspec.structs.replace(answer, v=version)
-        assert wire.decode_response(wire.encode(said)) == said
-
-
-def test_the_proxy_knows_from_which_version_on_agents_lend() -> None:
-    assert LENDS_SINCE == wire.LENDS_SINCE
 
 
 def refused(body: object) -> None:
@@ -152,7 +137,7 @@ def test_every_field_is_needed_and_none_may_be_added(request_: wire.Request) -> 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("v", 1),
+        ("v", 2),
         ("v", "1"),
         ("type", "opened"),
         ("type", None),
