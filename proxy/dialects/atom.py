@@ -31,9 +31,9 @@ from kvferry.proxy.dialects.base import (
     reject_unsupported,
 )
 from kvferry.proxy.dialects.fields import ATOM_FIELDS, ClientFields
-from kvferry.proxy.dialects.names import ATOM
 from kvferry.proxy.errors import NOT_JSON, BadResponse
 from kvferry.proxy.request import ClientRequest
+from kvferry.proxy.wire.dialects import ATOM
 from kvferry.proxy.wire.engine_servers import ATOM_WITHOUT_INFO, foreign_registration
 from kvferry.proxy.wire.registration import BadFrame, Register, Role, TransferMode
 
@@ -116,7 +116,7 @@ class Atom(Dialect):
     """Without logprobs: those of token 1 stay behind at the prefill server.
 
     A prefill server keeps the KV of everything that it computes until a decode server has fetched it, and
-    there is no lease: it serves nothing alone (`names.SERVING_ALONE`).
+    there is no lease: it serves nothing alone (`wire.dialects`).
     """
 
     name: ClassVar[str] = ATOM

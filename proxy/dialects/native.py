@@ -30,8 +30,9 @@ from kvferry.proxy.dialects.sent_tokens import SentTokens
 from kvferry.proxy.errors import NOT_JSON, BadResponse, InvalidRequest
 from kvferry.proxy.ids import Identity, TransferId
 from kvferry.proxy.request import ClientRequest
+from kvferry.proxy.wire.dialects import NATIVE_DIALECT
 from kvferry.proxy.wire.kv_params import FirstToken, running_usage
-from kvferry.proxy.wire.registration import NATIVE_DIALECT, Incarnation, Register
+from kvferry.proxy.wire.registration import Incarnation, Register
 
 NULL = msgspec.Raw(b"null")
 DROP_PATH = "/kv/drop"

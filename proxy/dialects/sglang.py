@@ -30,9 +30,9 @@ from kvferry.proxy.dialects.base import (
     reject_unsupported,
 )
 from kvferry.proxy.dialects.fields import SGLANG_FIELDS, ClientFields
-from kvferry.proxy.dialects.names import SGLANG
 from kvferry.proxy.errors import BadResponse, InvalidRequest, agent_error
 from kvferry.proxy.request import ClientRequest
+from kvferry.proxy.wire.dialects import SGLANG
 
 _ENGINE = "SGLang servers"
 
@@ -77,7 +77,7 @@ class Sglang(Dialect):
         return make_leg(sub, endpoints.decode_rank, _body(sub, endpoints))
 
     def alone_leg(self, sub: SubRequest, rank: int | None) -> LegRequest:
-        """Never called: `names.SERVING_ALONE` leaves this dialect out."""
+        """Never called: its servers take nothing alone (`wire.dialects`)."""
         raise NotImplementedError
 
 

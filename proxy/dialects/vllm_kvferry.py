@@ -31,10 +31,10 @@ from kvferry.proxy.dialects.base import (
     SubRequest,
     make_leg,
 )
-from kvferry.proxy.dialects.names import VLLM_KVFERRY
 from kvferry.proxy.dialects.sent_tokens import SentTokens
 from kvferry.proxy.errors import NOT_JSON, BadResponse
 from kvferry.proxy.request import ClientRequest
+from kvferry.proxy.wire.dialects import VLLM_KVFERRY
 
 _NO_SUCH_MODEL = "kvferry/drop"
 """A vLLM server takes the params of a request that it rejects to its connector, and computes nothing."""

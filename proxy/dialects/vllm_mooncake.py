@@ -25,8 +25,8 @@ from kvferry.proxy.dialects.base import (
     SubRequest,
     make_leg,
 )
-from kvferry.proxy.dialects.names import VLLM_MOONCAKE
 from kvferry.proxy.errors import BadResponse
+from kvferry.proxy.wire.dialects import VLLM_MOONCAKE
 
 
 class _MooncakeRank(msgspec.Struct, frozen=True):

@@ -24,8 +24,8 @@ from kvferry.proxy.dialects.base import (
     SubRequest,
     make_leg,
 )
-from kvferry.proxy.dialects.names import VLLM_MORIIO
 from kvferry.proxy.errors import BadResponse
+from kvferry.proxy.wire.dialects import VLLM_MORIIO
 from kvferry.proxy.wire.engine_servers import foreign_registration
 from kvferry.proxy.wire.registration import BadFrame, Register, Role
 

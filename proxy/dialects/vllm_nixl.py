@@ -26,7 +26,7 @@ from kvferry.proxy.dialects.base import (
     make_leg,
     traceable_id,
 )
-from kvferry.proxy.dialects.names import VLLM_NIXL
+from kvferry.proxy.wire.dialects import VLLM_NIXL
 
 _UNKNOWN_YET = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
 

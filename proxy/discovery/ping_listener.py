@@ -18,6 +18,7 @@ from kvferry.proxy.fleet.address_rules import RejectReason
 from kvferry.proxy.fleet.registry import Registry
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.wire import registration as wire
+from kvferry.proxy.wire.dialects import NATIVE_DIALECT
 
 logger = logging.getLogger(__name__)
 
@@ -105,9 +106,10 @@ class PingListener:
         try:
             if len(frames) != 2:
                 raise wire.BadFrame(f"{len(frames)} frames where 2 were expected")
+            body = wire.unpack_map(frames[1])
             # Other engines cannot hold the key, so a secure socket accepts none of their maps.
-            foreign = _foreign(wire.unpack_map(frames[1])) if self._authenticator is None else None
-            message = foreign or wire.decode_agent_message(frames[1])
+            foreign = None if "v" in body or self._authenticator is not None else _foreign(body)
+            message = foreign or wire.agent_message(body)
             if isinstance(message, wire.Register):
                 _check_addresses(message)
             if foreign is not None and self._registry.reject_reason(foreign) is None:
@@ -146,10 +148,9 @@ class PingListener:
 
 def _foreign(body: dict[str, Any]) -> wire.Register | None:
     """The registration in another engine's ping, or None if the map is not one. Raises `BadFrame`."""
-    if atom.recognises(body):
-        return wire.checked(atom.registration(body))
-    if vllm_moriio.recognises(body):
-        return wire.checked(vllm_moriio.registration(body))
+    for dialect in (atom, vllm_moriio):
+        if dialect.recognises(body):
+            return wire.checked(dialect.registration(body))
     return None
 
 
@@ -166,7 +167,7 @@ def _check_addresses(info: wire.Register) -> None:
         raise wire.BadFrame(f"address {info.address!r}: {error}") from error
     if not usable or url.path.strip("/") or url.query or url.fragment or url.username:
         raise wire.BadFrame(f"address {info.address!r} is not http://host:port")
-    if info.dialect == wire.NATIVE_DIALECT:
+    if info.dialect == NATIVE_DIALECT:
         try:
             control = urlsplit(info.control)
             check_dialable(control.hostname or "")

@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
-from kvferry.proxy.dialects.names import SERVING_ALONE, SUPPORTED
-from kvferry.proxy.wire.registration import NATIVE_DIALECT, Register, Versions, common_version
+from kvferry.proxy.wire.dialects import DIALECTS, NATIVE_DIALECT, serves_alone
+from kvferry.proxy.wire.registration import Register, Versions, common_version
 
 Leg = Literal["prefill", "decode"]
 
@@ -79,7 +79,7 @@ class Kind(NamedTuple):
             routes = frozenset(
                 (name, info.host_id) if name in ONE_HOST_TRANSFERS else name for name in info.transfers
             )
-        dialect = info.dialect if info.dialect in SUPPORTED else None
+        dialect = info.dialect if info.dialect in DIALECTS else None
         terms = Terms(info.model, dialect, info.weights, info.tokenizer, info.layout, info.transfer_mode)
         return cls(terms, info.control_versions, routes)
 
@@ -110,7 +110,7 @@ def mismatch(prefill: Register, decode: Register) -> Mismatch | None:
 def _mismatch(prefill: Register, decode: Register, difference_: Mismatch | None) -> Mismatch | None:
     """`mismatch`, where the `difference` of the two is known."""
     if prefill.incarnation == decode.incarnation and difference_ is not Mismatch.DIALECT:
-        return None if prefill.dialect in SERVING_ALONE["decode"] else Mismatch.ALONE
+        return None if serves_alone(prefill.dialect, "decode") else Mismatch.ALONE
     if difference_ in (None, Mismatch.TRANSFER) and prefill.incarnation in decode.refusals:
         return Mismatch.HANDSHAKE
     return difference_
@@ -207,7 +207,7 @@ class Pairing:
     def serves_alone(self, agent: int) -> bool:
         """Return whether the agent can serve both legs of a request."""
         info = self._infos[agent]
-        return info.role == "both" and info.dialect in SERVING_ALONE["decode"]
+        return info.role == "both" and serves_alone(info.dialect, "decode")
 
     def why(self, prefill: int, decode: int) -> Mismatch | None:
         """Return what `mismatch` returns of the two."""

@@ -19,7 +19,8 @@ from kvferry.common.hashing import Purpose, digest
 from kvferry.proxy.fleet.load import Candidates, Listed
 from kvferry.proxy.fleet.routing_request import CHUNK_TOKENS, PrefixLender, RoutingRequest
 from kvferry.proxy.fleet.snapshot import Node
-from kvferry.proxy.wire.registration import NATIVE_DIALECT, Incarnation, Register
+from kvferry.proxy.wire.dialects import NATIVE_DIALECT
+from kvferry.proxy.wire.registration import Incarnation, Register
 
 PolicyName = Literal["round_robin", "least_loaded", "power_of_two", "prefix_aware", "session"]
 

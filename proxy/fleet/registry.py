@@ -27,8 +27,8 @@ from kvferry.proxy.fleet.circuit_breaker import Breaker, BreakerSettings, Breake
 from kvferry.proxy.fleet.pairing import Leg, Pairing, pairing_terms
 from kvferry.proxy.fleet.snapshot import Node, NodeState, Snapshot
 from kvferry.proxy.telemetry.event_log import EventKind, EventLog
+from kvferry.proxy.wire.dialects import DIALECTS
 from kvferry.proxy.wire.registration import (
-    NATIVE_DIALECT,
     NODE_EXPIRY_S,
     PING_INTERVAL_S,
     Bye,
@@ -57,8 +57,6 @@ ROUNDING_S = 1e-3
 """More than floats lose in adding intervals to the clock."""
 MAX_NODES = 4096
 MAX_RETIRED = 4096
-# Other engines ping more slowly: three of their intervals and a half, as for our own.
-EXPIRY_S = {NATIVE_DIALECT: NODE_EXPIRY_S, "atom": 3.5 * 5.0, "vllm-moriio": 3.5 * 3.0}
 
 
 class Place(NamedTuple):
@@ -615,7 +613,9 @@ def _place(info: Register) -> Place:
 
 
 def _expiry(record: _Record) -> float:
-    return EXPIRY_S.get(record.info.dialect, NODE_EXPIRY_S)
+    """Return after how long a silence the agent is lost: other engines ping more slowly than our own."""
+    facts = DIALECTS.get(record.info.dialect)
+    return NODE_EXPIRY_S * (1.0 if facts is None else facts.ping_interval_s / PING_INTERVAL_S)
 
 
 def _node(record: _Record, now: float) -> Node:

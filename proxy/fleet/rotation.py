@@ -13,11 +13,11 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
-from kvferry.proxy.dialects.names import SERVING_ALONE
 from kvferry.proxy.fleet.load import Candidates, Listed, Loads
 from kvferry.proxy.fleet.pairing import Leg, Matching, Pairing
 from kvferry.proxy.fleet.routing_request import NoPair
 from kvferry.proxy.fleet.snapshot import Node, NodeState, Snapshot
+from kvferry.proxy.wire.dialects import serves_alone
 from kvferry.proxy.wire.registration import Incarnation
 
 _K = TypeVar("_K")
@@ -273,7 +273,7 @@ class CandidateIndex:
 
     def _update_lone(self, lone: dict[str, Ranked], leg: Leg, n: int, position: int) -> None:
         node = self.nodes[position]
-        if node.info.role not in (leg, "both") or node.info.dialect not in SERVING_ALONE[leg]:
+        if node.info.role not in (leg, "both") or not serves_alone(node.info.dialect, leg):
             return
         model = node.info.model
         ranked = lone.get(model)

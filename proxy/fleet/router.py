@@ -10,7 +10,6 @@ from random import Random
 
 import msgspec
 
-from kvferry.proxy.dialects.names import SERVING_ALONE
 from kvferry.proxy.fleet.load import Loads
 from kvferry.proxy.fleet.pairing import Leg
 from kvferry.proxy.fleet.policy import (
@@ -27,6 +26,7 @@ from kvferry.proxy.fleet.policy import (
 from kvferry.proxy.fleet.rotation import CandidateIndex, in_rotation, no_pair, unknown_model
 from kvferry.proxy.fleet.routing_request import NO_AGENTS, NoPair, Pair, RoutingRequest
 from kvferry.proxy.fleet.snapshot import Node, NodeState, Snapshot
+from kvferry.proxy.wire.dialects import serves_alone
 from kvferry.proxy.wire.registration import Incarnation
 
 
@@ -196,7 +196,7 @@ def make_policy(name: PolicyName, rng: Random) -> Policy:
 
 def _any_serves_alone(snapshot: Snapshot, model: str, leg: Leg) -> bool:
     nodes = (snapshot.nodes[each] for each in in_rotation(snapshot, model, leg))
-    return any(node.info.dialect in SERVING_ALONE[leg] for node in nodes)
+    return any(serves_alone(node.info.dialect, leg) for node in nodes)
 
 
 def _has_spare_room(decode: Node) -> bool:

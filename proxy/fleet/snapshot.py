@@ -11,10 +11,10 @@ from itertools import compress, count
 from operator import is_not
 from typing import NamedTuple
 
-from kvferry.proxy.dialects.names import SUPPORTED
 from kvferry.proxy.fleet.address_rules import RejectedAgent
 from kvferry.proxy.fleet.circuit_breaker import BreakerState
 from kvferry.proxy.fleet.pairing import Leg, Matching, Mismatch, Pairing, reason
+from kvferry.proxy.wire.dialects import DIALECTS
 from kvferry.proxy.wire.registration import Incarnation, Register
 
 MAX_PAIRINGS = 1000
@@ -125,7 +125,7 @@ class UnpairedReasons:
     def not_paired(self, position: int) -> str | None:
         """Return why no request is routed to this agent, or None if one could be."""
         node = self._snapshot.nodes[position]
-        if node.info.dialect not in SUPPORTED:
+        if node.info.dialect not in DIALECTS:
             return Mismatch.DIALECT.value
         if node.state is not NodeState.READY:
             return f"its state is {node.state.value}"

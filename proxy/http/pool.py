@@ -38,7 +38,8 @@ from kvferry.proxy.http.upstream_connection import (
     StaleConnection,
     UpstreamConnection,
 )
-from kvferry.proxy.wire.registration import NATIVE_DIALECT, Register
+from kvferry.proxy.wire.dialects import NATIVE_DIALECT
+from kvferry.proxy.wire.registration import Register
 
 T = TypeVar("T")
 

@@ -28,6 +28,7 @@ from kvferry.proxy.telemetry.fast_metrics import (
     LabelledGauge,
     LabelledHistogram,
 )
+from kvferry.proxy.wire.dialects import FOREIGN_DIALECTS
 
 CLIENT_LEFT = 499
 """The status of a request whose client left before its end."""
@@ -46,7 +47,6 @@ _LEGS = ("prefill", "decode")
 _REJECTIONS = ("queue_full", "queue_timeout")
 _DROPS = ("delivered", "failed", "overflow")
 _VERDICTS = ("proven", "vouched", "unproven", "suspect", "contradicted")
-_FOREIGN_DIALECTS = ("atom", "sglang", "vllm-kvferry", "vllm-mooncake", "vllm-moriio", "vllm-nixl")
 
 
 class Totals(msgspec.Struct, frozen=True, kw_only=True):
@@ -268,7 +268,7 @@ class Metrics:
             (self.retries, _LEGS),
             (self.rejections, _REJECTIONS),
             (self.drops, _DROPS),
-            (self.prompts_recomputed, _FOREIGN_DIALECTS),
+            (self.prompts_recomputed, FOREIGN_DIALECTS),
         ):
             for word in words:
                 counter.labels(word)

@@ -27,8 +27,6 @@ VERSION = 1
 DEFAULT_DISCOVERY_PORT = 36367
 PING_INTERVAL_S = 1.0
 NODE_EXPIRY_S = 3.5
-NATIVE_DIALECT = "native"
-"""The dialect of our own agents."""
 MAX_FRAME_BYTES = 64 * 1024
 
 MAX_REFUSALS = 64
@@ -233,7 +231,11 @@ def decode_agent_message(frame: bytes) -> AgentMessage:
     Raises `BadFrame`, and nothing else, whatever the bytes are: `OtherVersion` for a registration in another
     version.
     """
-    body = unpack_map(frame)
+    return agent_message(unpack_map(frame))
+
+
+def agent_message(body: dict[str, Any]) -> AgentMessage:
+    """Type one map sent by an agent. Raises what `decode_agent_message` does."""
     version = body.get("v")
     if isinstance(version, int) and version != VERSION and body.get("type") == "register":
         raise OtherVersion(_convert(body, OtherRegister))

@@ -34,7 +34,7 @@ def _rooms() -> dict[str, set[str]]:
     ground = {"proxy.clock", "proxy.ids", "proxy.wire", "proxy.telemetry"}
     errors = {*ground, "proxy.errors"}
     texts = {*errors, "proxy.sse", "proxy.request"}
-    fleet = {*texts, "proxy.dialects.names", "proxy.fleet"}
+    fleet = {*texts, "proxy.fleet"}
     # Above the fleet, unlike the rest of its room.
     records = {"proxy.telemetry.request_log", "proxy.telemetry.collectors"}
     exchange = {*fleet, *records, "proxy.http", "proxy.dialects", "proxy.exchange"}
@@ -51,8 +51,7 @@ def _rooms() -> dict[str, set[str]]:
         "proxy.sse": errors,
         "proxy.request": {*errors, "proxy.sse"},
         "proxy.http": {*errors, "proxy.sse"},
-        "proxy.dialects.names": {"proxy.wire"},
-        "proxy.dialects": {*texts, "proxy.dialects.names"},
+        "proxy.dialects": texts,
         "proxy.fleet": fleet,
         "proxy.telemetry.request_log": fleet,
         "proxy.telemetry.collectors": fleet,

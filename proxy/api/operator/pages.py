@@ -16,7 +16,6 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from kvferry.proxy.dialects.names import SUPPORTED
 from kvferry.proxy.errors import CannotEnd, NotFound
 from kvferry.proxy.fleet.rotation import no_pair
 from kvferry.proxy.fleet.routing_request import NoPair
@@ -31,6 +30,7 @@ from kvferry.proxy.fleet.snapshot import (
 from kvferry.proxy.telemetry.event_log import EventLog, FleetEvent
 from kvferry.proxy.telemetry.history import FailureCount, History
 from kvferry.proxy.telemetry.transfer_totals import TransferTotals
+from kvferry.proxy.wire.dialects import DIALECTS
 from kvferry.proxy.wire.registration import Incarnation
 
 _T = TypeVar("_T")
@@ -185,7 +185,7 @@ def models_page(snapshot: Snapshot) -> dict[str, Any]:
     """Return OpenAI's list of the models that ready agents serve, with the longest context among these."""
     lengths: dict[str, int] = {}
     for node in snapshot.nodes:
-        if node.state is NodeState.READY and node.info.dialect in SUPPORTED:
+        if node.state is NodeState.READY and node.info.dialect in DIALECTS:
             model = node.info.model
             lengths[model] = max(lengths.get(model, 0), node.info.max_model_len)
     data = [
@@ -197,7 +197,7 @@ def models_page(snapshot: Snapshot) -> dict[str, Any]:
 
 async def readiness(snapshot: Snapshot) -> dict[str, Any]:
     """Return whether a pair can serve any model, and for each model that cannot be served, why."""
-    named = {node.info.model for node in snapshot.nodes if node.info.dialect in SUPPORTED}
+    named = {node.info.model for node in snapshot.nodes if node.info.dialect in DIALECTS}
     models = sorted(named - {""})  # some engines' pings name none, and it takes a moment to ask for it
     reasons: dict[str, NoPair | None] = {}
     async for part in _slices(models):

@@ -22,12 +22,11 @@ from kvferry.agent.errors import ApiError
 from kvferry.proxy.dialects.base import Dialect, LegOrder, Prefilled
 from kvferry.proxy.dialects.catalogue import all_dialects
 from kvferry.proxy.dialects.fields import ATOM_FIELDS, SGLANG_FIELDS, VLLM_FIELDS
-from kvferry.proxy.dialects.names import ATOM, SERVING_ALONE, VLLM_KVFERRY
 from kvferry.proxy.errors import BadResponse, InvalidRequest
 from kvferry.proxy.exchange.sub_requests import split_into_choices, split_into_prompts
 from kvferry.proxy.ids import AnswerId, Endpoint, Identity, RequestId, TransferId
 from kvferry.proxy.request import ClientRequest, parse_request
-from kvferry.proxy.wire.registration import NATIVE_DIALECT
+from kvferry.proxy.wire.dialects import ATOM, NATIVE_DIALECT, VLLM_KVFERRY, serves_alone
 from tests.unit.proxy.builders import registration
 
 PAGE = Path(__file__).parents[4] / "docs/dialects/README.md"
@@ -167,9 +166,9 @@ def _treatment(dialect: Dialect, request: ClientRequest, fields: dict[str, Any])
         dialect.check(request)
     except InvalidRequest:
         return REFUSED
-    if dialect.name in SERVING_ALONE["prefill"] and request.max_tokens == 1:
+    if serves_alone(dialect.name, "prefill") and request.max_tokens == 1:
         return "one prefill server alone"
-    if dialect.name in SERVING_ALONE["decode"] and request.undivided:
+    if serves_alone(dialect.name, "decode") and request.undivided:
         return "one decode server alone"
     if request.sequences > 1:
         if dialect.forks:

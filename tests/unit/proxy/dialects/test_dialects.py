@@ -27,12 +27,12 @@ from kvferry.proxy.dialects.base import (
     SubRequest,
 )
 from kvferry.proxy.dialects.catalogue import all_dialects
-from kvferry.proxy.dialects.names import SUPPORTED
 from kvferry.proxy.dialects.sent_tokens import SentTokens
 from kvferry.proxy.errors import BadResponse, InvalidRequest
 from kvferry.proxy.exchange.sub_requests import split_into_choices, split_into_prompts
 from kvferry.proxy.ids import AnswerId, Endpoint, Identity, RequestId, TransferId
 from kvferry.proxy.request import ClientRequest, parse_request
+from kvferry.proxy.wire import dialects as wire
 from tests.unit.proxy.builders import registration
 
 EXCHANGES = sorted((Path(__file__).parent / "exchanges").glob("*.json"))
@@ -100,11 +100,11 @@ def check_leg(leg: Any, told: dict[str, Any], endpoint: str) -> None:
 
 
 def test_every_dialect_that_is_named_is_there() -> None:
-    assert set(ALL) == SUPPORTED
+    assert set(ALL) == set(wire.DIALECTS)
 
 
 def test_every_dialect_has_a_recorded_exchange() -> None:
-    assert {json.loads(path.read_text())["dialect"] for path in EXCHANGES} | {"native"} == SUPPORTED
+    assert {json.loads(path.read_text())["dialect"] for path in EXCHANGES} == set(wire.FOREIGN_DIALECTS)
 
 
 @pytest.mark.parametrize("name", sorted(DIALECTS.keys() - {"sglang"}))

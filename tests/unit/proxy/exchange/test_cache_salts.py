@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from kvferry.proxy.request import MAX_CACHE_SALT_CHARS
-from kvferry.proxy.wire.registration import LENDS_SINCE
 from tests.standins.agents import Fault
 from tests.standins.engines import SERVERS, Fabric
 from tests.unit.proxy.conftest import Stage, StartStage
@@ -253,7 +252,7 @@ async def test_routing_by_prefix_does_not_tell_keys_of_each_other(
     policies = {"prefill_policy": "round_robin", "decode_policy": "prefix_aware"}
     stage = await start_stage(api_keys=key_file, prefix_pull_min_tokens=64, **policies)
     for _ in range(2):
-        await stage.pair(overrides={"v": 3, "control_versions": (2, LENDS_SINCE)})
+        await stage.pair()
 
     async def route(key: str) -> tuple[str, bool]:
         """Who decodes, and whether a prefix is to be pulled."""

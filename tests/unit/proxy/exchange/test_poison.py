@@ -19,7 +19,8 @@ from kvferry.proxy.exchange import poison
 from kvferry.proxy.exchange.poison import MAX_CRASHED_AGENTS
 from kvferry.proxy.fleet import registry
 from kvferry.proxy.http import hang_detector
-from kvferry.proxy.wire.registration import NATIVE_DIALECT, Load
+from kvferry.proxy.wire.dialects import NATIVE_DIALECT
+from kvferry.proxy.wire.registration import Load
 from tests.standins.agents import DEADLY_TO, Fault
 from tests.standins.engines import SERVERS, Fabric, StandInServer
 from tests.unit.proxy.conftest import Stage, StartStage

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.proxy.dialects.names import SERVING_ALONE
 from kvferry.proxy.fleet.load import Candidates, Listed, Loads, Slots
 from kvferry.proxy.fleet.pairing import Leg, mismatch
 from kvferry.proxy.fleet.policy import PolicyName
@@ -21,6 +20,7 @@ from kvferry.proxy.fleet.rotation import MAX_SIZES, CandidateIndex, no_pair
 from kvferry.proxy.fleet.router import Decision, Turns, make_policy
 from kvferry.proxy.fleet.routing_request import Pair, RoutingRequest
 from kvferry.proxy.fleet.snapshot import Node, Snapshot
+from kvferry.proxy.wire.dialects import serves_alone
 from kvferry.proxy.wire.registration import Incarnation, Register
 from tests.unit.proxy.builders import AppliedRouter, TimedRegistry, load, registration
 from tests.unit.proxy.fleet.test_pairing import AGENTS, INCARNATIONS
@@ -70,8 +70,8 @@ class Scan:
         return self._listed(self._fitting(prefill, n, apart=apart))
 
     def lone(self, model: str, leg: Leg, n: int) -> Candidates:
-        serving = SERVING_ALONE[leg]
-        return self._listed(node for node in self._ready(model, leg, n) if node.info.dialect in serving)
+        ready = self._ready(model, leg, n)
+        return self._listed(node for node in ready if serves_alone(node.info.dialect, leg))
 
     def _fitting(self, prefill: Node, n: int, *, apart: bool) -> list[Node]:
         return [
