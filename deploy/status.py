@@ -146,7 +146,7 @@ def other_lines(nodes: NodeList) -> list[str]:
         for event in nodes.lost
     ]
     lines += [f"{server.address} ({server.role}) is down: {server.reason}" for server in nodes.down]
-    lines += [f"{agent.address} is rejected: {agent.reason}" for agent in nodes.refused_agents]
+    lines += [f"{agent.address} is rejected: {agent.reason}" for agent in nodes.rejected_agents]
     lines += [f"{pair.prefill} and {pair.decode}: {pair.reason}" for pair in nodes.refused_pairings]
     hidden = nodes.num_refused_pairings - len(nodes.refused_pairings)
     lines += [f"and {hidden} more pairings that cannot be"] if hidden > 0 else []

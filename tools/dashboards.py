@@ -277,7 +277,7 @@ FLEET: dict[str, list[Panel]] = {
         Panel(
             title="Refused and bad pings",
             series=[
-                by("kvferry_proxy_refused_pings_total", PROXY, "reason"),
+                by("kvferry_proxy_rejected_pings_total", PROXY, "reason"),
                 (rate("kvferry_proxy_bad_pings_total", PROXY), "no ping at all"),
             ],
         ),

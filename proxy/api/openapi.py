@@ -168,7 +168,7 @@ class NodeList(msgspec.Struct):
     nodes: list[NodeView]
     refused_pairings: list[IncompatiblePairView]
     num_refused_pairings: int
-    refused_agents: list[RejectedAgentView]
+    rejected_agents: list[RejectedAgentView]
     down: list[DownServerView]
     lost: list[EventView] = []
     events: list[EventView] = []

@@ -262,7 +262,7 @@ class Metrics:
             "kvferry_proxy_bad_pings", "Discovery frames that were dropped.", registry=registry
         )
         self.rejected_pings = Counter(
-            "kvferry_proxy_refused_pings", "Agents' pings that were rejected.", ["reason"], registry=registry
+            "kvferry_proxy_rejected_pings", "Agents' pings that were rejected.", ["reason"], registry=registry
         )
         for counter, words in (
             (self.retries, _LEGS),

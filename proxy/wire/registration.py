@@ -201,7 +201,7 @@ class Ack(msgspec.Struct, frozen=True, kw_only=True):
 class Rejected(msgspec.Struct, frozen=True, kw_only=True):
     """The ping has changed nothing."""
 
-    type: Literal["refused"] = "refused"
+    type: Literal["rejected"] = "rejected"
     reason: str
 
 
@@ -211,7 +211,7 @@ _M = TypeVar("_M")
 _S = TypeVar("_S")
 
 _AGENT_TYPES: dict[object, type[AgentMessage]] = {"register": Register, "bye": Bye}
-_PROXY_TYPES: dict[object, type[ProxyMessage]] = {"ack": Ack, "refused": Rejected}
+_PROXY_TYPES: dict[object, type[ProxyMessage]] = {"ack": Ack, "rejected": Rejected}
 
 
 def common_version(ours: Versions, theirs: Versions) -> int | None:

@@ -383,7 +383,7 @@ async def test_agents_are_upgraded_beside_an_older_proxy_and_a_newer(log_dir: Pa
                 async with http.get(f"{url}/nodes") as response:
                     pages.append(await response.json())
         for page in pages:
-            assert not page["refused_agents"] and not page["refused_pairings"]
+            assert not page["rejected_agents"] and not page["refused_pairings"]
 
 
 @pytest.mark.full

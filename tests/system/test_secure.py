@@ -82,9 +82,9 @@ async def test_only_holders_of_the_key_take_part(start_cluster: StartCluster, tm
         async with session(tls.trust) as http:
             await strangers_are_turned_away(http, cluster.agents["decode-0"].url, key, bodies[0])
             async with asyncio.timeout(REFUSED_S):
-                while not (page := await nodes(http, cluster.url))["refused_agents"]:
+                while not (page := await nodes(http, cluster.url))["rejected_agents"]:
                     await asyncio.sleep(0.1)
-            assert page["refused_agents"][0]["address"] == cluster.agents["elsewhere"].url
+            assert page["rejected_agents"][0]["address"] == cluster.agents["elsewhere"].url
             await asyncio.sleep(STRANGER_S)
             admitted = (await nodes(http, cluster.url))["nodes"]
             assert {node["address"] for node in admitted} == known

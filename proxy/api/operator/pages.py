@@ -136,7 +136,7 @@ async def dashboard_page(view: FleetView, activity: Activity) -> Page:
             **_events(view),
             "refused_pairings": _refused_pairings(view, MAX_SHOWN),
             "num_refused_pairings": count_incompatible(snapshot).total(),
-            "refused_agents": _rejected_agents(snapshot, now),
+            "rejected_agents": _rejected_agents(snapshot, now),
             "in_flight": activity.in_flight,
             "charts": activity.history.charts(),
             "hour": activity.history.hour(),
@@ -212,7 +212,7 @@ def nodes_page(view: FleetView) -> dict[str, Any]:
         "nodes": _nodes(view),
         "refused_pairings": _refused_pairings(view, MAX_PAIRINGS),
         "num_refused_pairings": count_incompatible(view.snapshot).total(),
-        "refused_agents": _rejected_agents(view.snapshot, view.now),
+        "rejected_agents": _rejected_agents(view.snapshot, view.now),
         "down": view.down,
         **_events(view),
     }

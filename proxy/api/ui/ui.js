@@ -187,9 +187,9 @@ function show(snapshot) {
   setText(byId("num-incompatible"), snapshot.refused_pairings.length < snapshot.num_refused_pairings
     ? `${snapshot.num_refused_pairings}, the first ${snapshot.refused_pairings.length} shown` : snapshot.num_refused_pairings);
   incompatible.show(snapshot.refused_pairings);
-  byId("rejected").hidden = !snapshot.refused_agents.length;
-  setText(byId("num-rejected"), snapshot.refused_agents.length);
-  rejected.show(snapshot.refused_agents);
+  byId("rejected").hidden = !snapshot.rejected_agents.length;
+  setText(byId("num-rejected"), snapshot.rejected_agents.length);
+  rejected.show(snapshot.rejected_agents);
   showFailures(snapshot.failures);
   document.body.dataset.snapshot = snapshot.time;
 }

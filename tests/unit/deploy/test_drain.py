@@ -30,7 +30,7 @@ async def proxy_with(*nodes: NodeView) -> AsyncIterator[tuple[str, list[str]]]:
 
     async def list_nodes(_: web.Request) -> web.Response:
         left = [node for node in nodes if node.incarnation not in asked]
-        page = NodeList(nodes=left, refused_pairings=[], num_refused_pairings=0, refused_agents=[], down=[])
+        page = NodeList(nodes=left, refused_pairings=[], num_refused_pairings=0, rejected_agents=[], down=[])
         return web.Response(body=msgspec.json.encode(page), content_type="application/json")
 
     async def end(request: web.Request) -> web.Response:

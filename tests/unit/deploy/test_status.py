@@ -41,7 +41,7 @@ NODES = NodeList(
     nodes=[NODE] * 100,
     refused_pairings=[],
     num_refused_pairings=7,
-    refused_agents=[],
+    rejected_agents=[],
     down=[DownServerView(address="http://10.0.0.2:8000", role="prefill", reason="no answer")],
 )
 

@@ -111,11 +111,11 @@ async def test_a_refused_agent_is_shown_with_the_reason(start_stage: StartStage)
     async with stage.http.get(f"{stage.proxy.url}/nodes") as response:
         page = await response.json()
     assert not page["nodes"]
-    [refused] = page["refused_agents"]
+    [refused] = page["rejected_agents"]
     assert (refused["address"], refused["role"]) == (rogue.address, "decode")
     assert "--allow-address" in refused["reason"]
     async with stage.http.get(f"{stage.proxy.url}/ui/events") as response:
-        assert [each["address"] for each in (await next_snapshot(response))["refused_agents"]] == [
+        assert [each["address"] for each in (await next_snapshot(response))["rejected_agents"]] == [
             rogue.address
         ]
 

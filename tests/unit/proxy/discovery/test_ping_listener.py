@@ -142,7 +142,7 @@ async def test_what_pages_repeat_is_bounded(setting: Setting, fields: dict[str, 
 async def test_a_refused_ping_is_counted_by_its_reason(setting: Setting) -> None:
     setting.handle(wire.encode(registration("decode", 1, index=9)))
     setting.handle(wire.encode(registration("decode", 1, index=8)))
-    assert 'kvferry_proxy_refused_pings_total{reason="stale"} 1.0' in setting.metrics.exposition().decode()
+    assert 'kvferry_proxy_rejected_pings_total{reason="stale"} 1.0' in setting.metrics.exposition().decode()
     assert setting.bad == 0
 
 

@@ -133,7 +133,7 @@ async def test_an_address_outside_the_rules_is_not_even_asked(start_stage: Start
         pinging = asyncio.get_running_loop().create_task(ping(stage, [atom_ping(server)]))
         try:
             async with asyncio.timeout(10):
-                while not stage.metric('kvferry_proxy_refused_pings_total{reason="address"}'):
+                while not stage.metric('kvferry_proxy_rejected_pings_total{reason="address"}'):
                     await asyncio.sleep(0.02)
         finally:
             pinging.cancel()

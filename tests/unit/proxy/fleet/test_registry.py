@@ -82,7 +82,7 @@ def test_an_agent_that_does_not_speak_tls_is_refused_where_that_is_asked_for() -
     assert registry.at(0.0).register(registration("both", 1, address="https://10.0.0.1:1")) is None
 
 
-def test_refused_agents_take_bounded_memory() -> None:
+def test_rejected_agents_take_bounded_memory() -> None:
     registry = TimedRegistry(rules=AddressRules("10.0.0.0/8"))
     for port in range(1, 1000):
         registry.at(0.0).register(registration("decode", port, address=f"http://rogue{'x' * 1000}:{port}"))
