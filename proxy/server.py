@@ -7,8 +7,8 @@ import asyncio
 import math
 import socket
 import ssl
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -16,12 +16,8 @@ from typing import TYPE_CHECKING, Any, cast
 import uvicorn
 from quart import Quart
 
-from kvferry.common.addresses import host_port
-from kvferry.common.curve import ClusterKey
-from kvferry.common.engine_servers.description import StaticNode, check_distinct, servers_from_file
 from kvferry.common.http.browser_guard import AllowedHosts, BrowserGuard
 from kvferry.common.http.server import HttpServer, ServerBounds
-from kvferry.common.http.tls import server_context
 from kvferry.common.stop import StopRequest
 from kvferry.common.telemetry.tracing import FLUSH_TIMEOUT_S, open_tracing
 from kvferry.proxy.api.app import create_app, serve_health
@@ -33,17 +29,23 @@ from kvferry.proxy.api.tokenizing import TokenizerRelay
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.dialects.catalogue import all_dialects
 from kvferry.proxy.dialects.fields import allowed_fields
-from kvferry.proxy.discovery.discovery import Discovery, DiscoverySettings
+from kvferry.proxy.discovery.discovery import Discovery
 from kvferry.proxy.exchange.attempt import AttemptContext
 from kvferry.proxy.exchange.exchange import Exchange, ExchangeContext, ExchangeSettings
 from kvferry.proxy.exchange.kv_lifetime import ExpiryCounts, KvDrops, KvEndpointCache
 from kvferry.proxy.exchange.retry import RetryBudget
-from kvferry.proxy.fleet.address_rules import AddressRules
-from kvferry.proxy.fleet.circuit_breaker import BreakerSettings
-from kvferry.proxy.fleet.fleet import Fleet, FleetSettings
+from kvferry.proxy.fleet.fleet import Fleet
 from kvferry.proxy.http.client_connection import ClientConnection
 from kvferry.proxy.http.cors import CorsPolicy
-from kvferry.proxy.http.pool import PoolSettings, UpstreamPool
+from kvferry.proxy.http.pool import UpstreamPool
+from kvferry.proxy.settings import (
+    Keys,
+    base_url,
+    discovery_settings,
+    fleet_settings,
+    listening_socket,
+    pool_settings,
+)
 from kvferry.proxy.telemetry.collectors import AgentCollector, FleetCollector, ScalingCollector
 from kvferry.proxy.telemetry.history import FailureLog, History
 from kvferry.proxy.telemetry.metrics import Metrics
@@ -54,30 +56,9 @@ from kvferry.proxy.wire.registration import PULL_BUCKETS
 if TYPE_CHECKING:
     from kvferry.common.telemetry.spans import Tracing
 
-BACKLOG = 2048
 CLIENT_KEEPALIVE_S = 75
 LAST_REQUEST_S = 1.0
 """For a request that a client has sent while it did not know that the proxy ends."""
-
-
-@dataclass(frozen=True, slots=True)
-class Keys:
-    """Keys and certificates; read once, before any socket is bound."""
-
-    cluster: ClusterKey | None
-    clients: ApiKeys | None
-    tls: ssl.SSLContext | None
-
-    @classmethod
-    def read(cls, config: ProxyConfig) -> Keys:
-        """Read the files. Raises `OSError`, `BadKeyFile`, `BadClusterKey` or `BadCertificate`."""
-        return cls(
-            tls=server_context(config.tls_cert, config.tls_key)
-            if config.tls_cert and config.tls_key
-            else None,
-            cluster=ClusterKey.read(config.cluster_key) if config.cluster_key is not None else None,
-            clients=ApiKeys.read(config.api_keys) if config.api_keys is not None else None,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,7 +201,7 @@ async def serving(
 
     `fleet` must outlive the context: requests are still served while it is being left.
     """
-    async with UpstreamPool(_pool_settings(config, keys.cluster)) as upstream:
+    async with UpstreamPool(pool_settings(config, keys.cluster)) as upstream:
         drops = KvDrops(upstream, metrics)
         services = Services(
             config=config,
@@ -266,76 +247,6 @@ async def _force_stop(server: HttpServer, stop: StopRequest) -> None:
     await stop.at_once.wait()
     server.force_exit = True
     await server.cancel_requests()
-
-
-@contextmanager
-def listening_socket(host: str, port: int, *, shared: bool = False) -> Iterator[socket.socket]:
-    """Open a listening TCP socket; IPv6 where the host is an IPv6 address.
-
-    With `shared`, other processes of this user may listen on the same port, and the kernel spreads
-    connections over them. Raises `OSError` that names host and port.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        listener = socket.create_server((host, port), family=family, backlog=BACKLOG, reuse_port=shared)
-    except OSError as error:
-        reason = str(error.strerror).partition(" (while ")[0]  # the address follows, as a tuple
-        raise OSError(f"cannot listen on {host_port(host, port)}: {reason}") from error
-    with listener:
-        yield listener
-
-
-def base_url(config: ProxyConfig, port: int) -> str:
-    """Return the URL of the proxy that listens on `port`."""
-    scheme = "http" if config.tls_cert is None else "https"
-    return f"{scheme}://{host_port(config.host, port)}"
-
-
-def fleet_settings(config: ProxyConfig) -> FleetSettings:
-    """Return the fleet's settings."""
-    return FleetSettings(
-        rules=AddressRules(config.allow_address, tls_only=config.agent_ca is not None),
-        breakers=BreakerSettings(failures=config.breaker_failures, pause_s=config.breaker_pause_s),
-        prefill_policy=config.prefill_policy,
-        decode_policy=config.decode_policy,
-        prefill_limit=config.prefill_limit,
-        decode_limit=config.decode_limit,
-        split_min_tokens=config.split_min_tokens,
-        stream_pull_min_tokens=config.stream_pull_min_tokens,
-        prefix_pull_min_tokens=config.prefix_pull_min_tokens,
-        queue_limit=config.queue_limit,
-    )
-
-
-def discovery_settings(config: ProxyConfig, keys: Keys) -> DiscoverySettings:
-    """Return discovery's settings. Raises `OSError` and `BadEngineServer`."""
-    return DiscoverySettings(
-        host=config.host,
-        port=config.discovery_port,
-        servers=_named_servers(config),
-        cluster_key=keys.cluster,
-        agent_ca=config.agent_ca,
-    )
-
-
-def _named_servers(config: ProxyConfig) -> tuple[StaticNode, ...]:
-    """The servers that flags and the file of nodes name."""
-    servers = config.named_servers()
-    if config.nodes is not None:
-        servers += servers_from_file(config.nodes)
-    check_distinct(servers)
-    return servers
-
-
-def _pool_settings(config: ProxyConfig, cluster_key: ClusterKey | None) -> PoolSettings:
-    return PoolSettings(
-        max_connections=config.max_connections,
-        connect_timeout_s=config.connect_timeout_s,
-        idle_timeout_s=config.idle_timeout_s,
-        keepalive_s=config.keepalive_s,
-        agent_ca=config.agent_ca,
-        bearer=None if cluster_key is None else cluster_key.bearer,
-    )
 
 
 def _uvicorn_config(services: Services, tls: ssl.SSLContext | None) -> uvicorn.Config:

@@ -45,7 +45,7 @@ from kvferry.proxy.fleet.circuit_breaker import BreakerState
 from kvferry.proxy.fleet.fleet import note_model
 from kvferry.proxy.fleet.registry import PAUSE_CHECK_INTERVAL_S, Registry
 from kvferry.proxy.fleet.snapshot import Node, NodeState
-from kvferry.proxy.server import Keys, base_url, discovery_settings, fleet_settings, listening_socket
+from kvferry.proxy.settings import Keys, base_url, discovery_settings, fleet_settings, listening_socket
 from kvferry.proxy.telemetry.collectors import FleetCollector
 from kvferry.proxy.telemetry.event_log import EventKind, EventLog
 from kvferry.proxy.telemetry.history import SLICE_S, FailureLog, History

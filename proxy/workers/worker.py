@@ -28,7 +28,8 @@ from kvferry.proxy.api.operator.pages import Page, timeline_page
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.errors import ProxyError
 from kvferry.proxy.fleet.fleet import Fleet
-from kvferry.proxy.server import Keys, fleet_settings, listening_socket, serving
+from kvferry.proxy.server import serving
+from kvferry.proxy.settings import Keys, fleet_settings, listening_socket
 from kvferry.proxy.telemetry.collectors import AgentCollector, ScalingCollector
 from kvferry.proxy.telemetry.event_log import SEEN_BY_WORKERS
 from kvferry.proxy.telemetry.history import FailureLog, History
