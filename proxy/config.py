@@ -26,7 +26,7 @@ from kvferry.common.shared_options import (
 )
 from kvferry.proxy.dialects.fields import allowed_fields
 from kvferry.proxy.fleet.address_rules import AddressRules
-from kvferry.proxy.fleet.policy import PolicyName
+from kvferry.proxy.fleet.routing.policy import PolicyName
 from kvferry.proxy.http.cors import CorsPolicy
 from kvferry.proxy.wire.registration import DEFAULT_DISCOVERY_PORT
 

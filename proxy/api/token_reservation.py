@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvferry.proxy.api.rate_limit import RateLimit
-from kvferry.proxy.fleet.routing_request import routing_request
+from kvferry.proxy.fleet.routing.routing_request import routing_request
 from kvferry.proxy.request import ClientRequest, ReportedUsage
 
 TOKENS_PER_S = 2000

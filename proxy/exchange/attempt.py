@@ -70,7 +70,7 @@ from kvferry.proxy.exchange.sub_requests import (
     raise_one,
     split,
 )
-from kvferry.proxy.fleet.routing_request import PrefixLender
+from kvferry.proxy.fleet.routing.routing_request import PrefixLender
 from kvferry.proxy.http.pool import UpstreamPool, UpstreamResponse
 from kvferry.proxy.ids import Identity, RandomBytes, new_transfer_id
 from kvferry.proxy.request import ClientRequest

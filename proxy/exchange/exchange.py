@@ -42,7 +42,7 @@ from kvferry.proxy.exchange.poison import PoisonCheck
 from kvferry.proxy.exchange.retry import Retries, RetryBudget
 from kvferry.proxy.fleet.admission import Reservation
 from kvferry.proxy.fleet.fleet import AcquireRequest, Fleet
-from kvferry.proxy.fleet.routing_request import NO_AGENTS, NoPair, Pair, routing_request
+from kvferry.proxy.fleet.routing.routing_request import NO_AGENTS, NoPair, Pair, routing_request
 from kvferry.proxy.ids import Identity
 from kvferry.proxy.request import ClientRequest, check_context
 from kvferry.proxy.telemetry.request_log import Phase, RequestLog

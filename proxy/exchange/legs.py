@@ -26,7 +26,7 @@ from kvferry.proxy.errors import (
     ProxyError,
     shorten,
 )
-from kvferry.proxy.fleet.routing_request import Pair
+from kvferry.proxy.fleet.routing.routing_request import Pair
 from kvferry.proxy.http.pool import UpstreamPool, UpstreamRequest, UpstreamResponse
 from kvferry.proxy.telemetry.request_trace import CANCELLED, RequestTrace
 from kvferry.proxy.wire.registration import Incarnation, Register

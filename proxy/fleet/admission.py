@@ -17,8 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvferry.proxy.errors import Overloaded
-from kvferry.proxy.fleet.load import Slots
-from kvferry.proxy.fleet.routing_request import NoPair, Pair, RoutingRequest
+from kvferry.proxy.fleet.routing.load import Slots
+from kvferry.proxy.fleet.routing.routing_request import NoPair, Pair, RoutingRequest
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.wire.registration import Incarnation
 

@@ -16,11 +16,11 @@ import msgspec
 from kvferry.proxy.fleet.address_rules import AddressRules
 from kvferry.proxy.fleet.admission import Admission, Reservation
 from kvferry.proxy.fleet.circuit_breaker import BreakerSettings
-from kvferry.proxy.fleet.load import Loads, Slots
-from kvferry.proxy.fleet.policy import PolicyName
 from kvferry.proxy.fleet.registry import Registry
-from kvferry.proxy.fleet.router import Decision, Router, Turns, make_policy
-from kvferry.proxy.fleet.routing_request import NO_AGENTS, NoPair, Pair, RoutingRequest
+from kvferry.proxy.fleet.routing.load import Loads, Slots
+from kvferry.proxy.fleet.routing.policy import PolicyName
+from kvferry.proxy.fleet.routing.router import Decision, Router, Turns, make_policy
+from kvferry.proxy.fleet.routing.routing_request import NO_AGENTS, NoPair, Pair, RoutingRequest
 from kvferry.proxy.fleet.scaling import AgentLoad, ScalingSignals, Signals
 from kvferry.proxy.fleet.snapshot import alike
 from kvferry.proxy.telemetry.metrics import Metrics

@@ -613,7 +613,7 @@ def _place(info: Register) -> Place:
 
 
 def _expiry(record: _Record) -> float:
-    """Return after how long a silence the agent is lost: other engines ping more slowly than our own."""
+    """Return how long after its last ping an agent is lost: other engines ping more slowly than our own."""
     facts = DIALECTS.get(record.info.dialect)
     return NODE_EXPIRY_S * (1.0 if facts is None else facts.ping_interval_s / PING_INTERVAL_S)
 

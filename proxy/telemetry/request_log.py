@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from kvferry.common.state_machine import transition
 from kvferry.common.telemetry.logs import Facts
 from kvferry.proxy import sse
-from kvferry.proxy.fleet.routing_request import Pair
+from kvferry.proxy.fleet.routing.routing_request import Pair
 from kvferry.proxy.ids import Endpoint, RequestId, TransferId
 from kvferry.proxy.request import ClientRequest
 from kvferry.proxy.telemetry.history import Failure, FailureLog

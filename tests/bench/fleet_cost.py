@@ -23,8 +23,8 @@ import psutil
 from kvferry.proxy.api.operator.commands import OperatorApi, PageName
 from kvferry.proxy.errors import Overloaded
 from kvferry.proxy.fleet.fleet import AcquireRequest, Fleet, FleetSettings
-from kvferry.proxy.fleet.policy import PolicyName
-from kvferry.proxy.fleet.routing_request import RoutingRequest
+from kvferry.proxy.fleet.routing.policy import PolicyName
+from kvferry.proxy.fleet.routing.routing_request import RoutingRequest
 from kvferry.proxy.telemetry.collectors import FleetCollector
 from kvferry.proxy.telemetry.history import FailureLog, History
 from kvferry.proxy.telemetry.metrics import Metrics

@@ -17,8 +17,8 @@ from urllib.parse import urlsplit
 import msgspec
 
 from kvferry.proxy.errors import CannotEnd, NotFound
-from kvferry.proxy.fleet.rotation import no_pair
-from kvferry.proxy.fleet.routing_request import NoPair
+from kvferry.proxy.fleet.routing.rotation import no_pair
+from kvferry.proxy.fleet.routing.routing_request import NoPair
 from kvferry.proxy.fleet.snapshot import (
     MAX_PAIRINGS,
     NodeState,

@@ -12,9 +12,9 @@ import pytest
 
 from kvferry.proxy.errors import Overloaded
 from kvferry.proxy.fleet.admission import MAX_RETRY_AFTER_S, Admission, Reservation
-from kvferry.proxy.fleet.load import Loads, Slots
-from kvferry.proxy.fleet.router import make_policy
-from kvferry.proxy.fleet.routing_request import NoPair, Pair, RoutingRequest
+from kvferry.proxy.fleet.routing.load import Loads, Slots
+from kvferry.proxy.fleet.routing.router import make_policy
+from kvferry.proxy.fleet.routing.routing_request import NoPair, Pair, RoutingRequest
 from kvferry.proxy.fleet.snapshot import Snapshot
 from kvferry.proxy.telemetry.metrics import Metrics
 from tests.unit.proxy.builders import AppliedRouter, load, registration, snapshot

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from kvferry.proxy.fleet import pairing
 from kvferry.proxy.fleet.circuit_breaker import BreakerState
 from kvferry.proxy.fleet.fleet import AcquireRequest, Fleet, FleetSettings
-from kvferry.proxy.fleet.load import Loads, Slots
 from kvferry.proxy.fleet.pairing import Kind, Matching, Mismatch, difference, mismatch, reason
 from kvferry.proxy.fleet.registry import STALL_S, SnapshotCache
-from kvferry.proxy.fleet.rotation import no_pair
-from kvferry.proxy.fleet.router import Decision, make_policy
-from kvferry.proxy.fleet.routing_request import NoPair, Pair, RoutingRequest
+from kvferry.proxy.fleet.routing.load import Loads, Slots
+from kvferry.proxy.fleet.routing.rotation import no_pair
+from kvferry.proxy.fleet.routing.router import Decision, make_policy
+from kvferry.proxy.fleet.routing.routing_request import NoPair, Pair, RoutingRequest
 from kvferry.proxy.fleet.snapshot import (
     Node,
     NodeState,
@@ -88,7 +88,7 @@ def fitting(agents: Snapshot, model: str, apart: bool) -> dict[str, list[str]]:
 
 @settings(max_examples=300)
 @given(agents=fleets(), apart=st.booleans())
-def test_groups_accept_exactly_the_pairs_that_mismatch_accepts(agents: Snapshot, apart: bool) -> None:
+def test_kinds_accept_exactly_the_pairs_that_mismatch_accepts(agents: Snapshot, apart: bool) -> None:
     matching = Matching(agents.pairing, "prefill", agents.up("decode"), apart=apart)
     reverse = Matching(agents.pairing, "decode", agents.up("prefill"), apart=apart)
     ids = [node.info.incarnation for node in agents.nodes]

@@ -14,7 +14,7 @@ import pytest
 from kvferry.proxy.errors import Overloaded
 from kvferry.proxy.fleet.admission import Reservation
 from kvferry.proxy.fleet.fleet import AcquireRequest, Fleet, FleetSettings
-from kvferry.proxy.fleet.routing_request import NoPair, RoutingRequest
+from kvferry.proxy.fleet.routing.routing_request import NoPair, RoutingRequest
 from kvferry.proxy.fleet.scaling import (
     GONE_S,
     LEAST_AGE_S,

@@ -20,7 +20,7 @@ from kvferry.proxy.errors import ProxyError
 from kvferry.proxy.fleet.admission import Reservation
 from kvferry.proxy.fleet.fleet import AcquireRequest, Fleet, FleetSettings
 from kvferry.proxy.fleet.registry import Registry
-from kvferry.proxy.fleet.routing_request import NoPair, RoutingRequest
+from kvferry.proxy.fleet.routing.routing_request import NoPair, RoutingRequest
 from kvferry.proxy.telemetry.history import Failure, FailureLog
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.telemetry.timelines import Timelines

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Raw
 
-from kvferry.proxy.fleet.routing_request import (
+from kvferry.proxy.fleet.routing.routing_request import (
     BYTES_PER_TOKEN,
     CHUNK_TOKENS,
     MAX_CHUNKS,

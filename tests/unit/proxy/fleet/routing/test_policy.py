@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.proxy.fleet.load import Listed
-from kvferry.proxy.fleet.policy import (
+from kvferry.proxy.fleet.routing.load import Listed
+from kvferry.proxy.fleet.routing.policy import (
     MAX_HOLDERS,
     OVERLOAD_FACTOR,
     OVERLOAD_SLACK,
@@ -22,7 +22,7 @@ from kvferry.proxy.fleet.policy import (
     RoundRobin,
     Session,
 )
-from kvferry.proxy.fleet.routing_request import BYTES_PER_TOKEN, CHUNK_TOKENS, RoutingRequest
+from kvferry.proxy.fleet.routing.routing_request import BYTES_PER_TOKEN, CHUNK_TOKENS, RoutingRequest
 from kvferry.proxy.fleet.snapshot import Node
 from kvferry.proxy.wire.registration import Incarnation
 from tests.unit.proxy.builders import registration, snapshot

@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.proxy.fleet.circuit_breaker import BreakerState
-from kvferry.proxy.fleet.load import Loads, Slots
 from kvferry.proxy.fleet.pairing import mismatch
-from kvferry.proxy.fleet.policy import PolicyName
-from kvferry.proxy.fleet.rotation import no_pair
-from kvferry.proxy.fleet.router import make_policy
-from kvferry.proxy.fleet.routing_request import NoPair, Pair, RoutingRequest
+from kvferry.proxy.fleet.routing.load import Loads, Slots
+from kvferry.proxy.fleet.routing.policy import PolicyName
+from kvferry.proxy.fleet.routing.rotation import no_pair
+from kvferry.proxy.fleet.routing.router import make_policy
+from kvferry.proxy.fleet.routing.routing_request import NoPair, Pair, RoutingRequest
 from kvferry.proxy.fleet.snapshot import NodeState, Snapshot
 from kvferry.proxy.wire.registration import Incarnation
 from tests.unit.proxy.builders import AppliedRouter, load, registration, snapshot

@@ -13,9 +13,9 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
-from kvferry.proxy.fleet.load import Candidates, Listed, Loads
 from kvferry.proxy.fleet.pairing import Leg, Matching, Pairing
-from kvferry.proxy.fleet.routing_request import NoPair
+from kvferry.proxy.fleet.routing.load import Candidates, Listed, Loads
+from kvferry.proxy.fleet.routing.routing_request import NoPair
 from kvferry.proxy.fleet.snapshot import Node, NodeState, Snapshot
 from kvferry.proxy.wire.dialects import serves_alone
 from kvferry.proxy.wire.registration import Incarnation

@@ -16,8 +16,8 @@ from random import Random
 from typing import Literal
 
 from kvferry.common.hashing import Purpose, digest
-from kvferry.proxy.fleet.load import Candidates, Listed
-from kvferry.proxy.fleet.routing_request import CHUNK_TOKENS, PrefixLender, RoutingRequest
+from kvferry.proxy.fleet.routing.load import Candidates, Listed
+from kvferry.proxy.fleet.routing.routing_request import CHUNK_TOKENS, PrefixLender, RoutingRequest
 from kvferry.proxy.fleet.snapshot import Node
 from kvferry.proxy.wire.dialects import NATIVE_DIALECT
 from kvferry.proxy.wire.registration import Incarnation, Register

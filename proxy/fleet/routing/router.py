@@ -10,9 +10,9 @@ from random import Random
 
 import msgspec
 
-from kvferry.proxy.fleet.load import Loads
 from kvferry.proxy.fleet.pairing import Leg
-from kvferry.proxy.fleet.policy import (
+from kvferry.proxy.fleet.routing.load import Loads
+from kvferry.proxy.fleet.routing.policy import (
     LeastLoaded,
     Policy,
     PolicyName,
@@ -23,8 +23,8 @@ from kvferry.proxy.fleet.policy import (
     RoundRobin,
     Session,
 )
-from kvferry.proxy.fleet.rotation import CandidateIndex, in_rotation, no_pair, unknown_model
-from kvferry.proxy.fleet.routing_request import NO_AGENTS, NoPair, Pair, RoutingRequest
+from kvferry.proxy.fleet.routing.rotation import CandidateIndex, in_rotation, no_pair, unknown_model
+from kvferry.proxy.fleet.routing.routing_request import NO_AGENTS, NoPair, Pair, RoutingRequest
 from kvferry.proxy.fleet.snapshot import Node, NodeState, Snapshot
 from kvferry.proxy.wire.dialects import serves_alone
 from kvferry.proxy.wire.registration import Incarnation

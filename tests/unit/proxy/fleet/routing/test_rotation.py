@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.proxy.fleet.load import Candidates, Listed, Loads, Slots
 from kvferry.proxy.fleet.pairing import Leg, mismatch
-from kvferry.proxy.fleet.policy import PolicyName
 from kvferry.proxy.fleet.registry import Registry
-from kvferry.proxy.fleet.rotation import MAX_SIZES, CandidateIndex, no_pair
-from kvferry.proxy.fleet.router import Decision, Turns, make_policy
-from kvferry.proxy.fleet.routing_request import Pair, RoutingRequest
+from kvferry.proxy.fleet.routing.load import Candidates, Listed, Loads, Slots
+from kvferry.proxy.fleet.routing.policy import PolicyName
+from kvferry.proxy.fleet.routing.rotation import MAX_SIZES, CandidateIndex, no_pair
+from kvferry.proxy.fleet.routing.router import Decision, Turns, make_policy
+from kvferry.proxy.fleet.routing.routing_request import Pair, RoutingRequest
 from kvferry.proxy.fleet.snapshot import Node, Snapshot
 from kvferry.proxy.wire.dialects import serves_alone
 from kvferry.proxy.wire.registration import Incarnation, Register

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvferry.proxy.fleet.load import Loads, Slots
-from kvferry.proxy.fleet.router import make_policy
-from kvferry.proxy.fleet.routing_request import CHUNK_TOKENS, Pair, RoutingRequest
+from kvferry.proxy.fleet.routing.load import Loads, Slots
+from kvferry.proxy.fleet.routing.router import make_policy
+from kvferry.proxy.fleet.routing.routing_request import CHUNK_TOKENS, Pair, RoutingRequest
 from kvferry.proxy.fleet.snapshot import Snapshot
 from tests.unit.proxy.builders import AppliedRouter, registration, snapshot
 

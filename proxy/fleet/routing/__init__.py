@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which pair of agents takes a request."""
