@@ -12,11 +12,12 @@ import json
 import re
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
 
+from kvferry.common.engine_servers.description import EngineDialect
 from kvferry.proxy.dialects.base import (
     Dialect,
     Endpoints,
@@ -101,6 +102,10 @@ def check_leg(leg: Any, told: dict[str, Any], endpoint: str) -> None:
 
 def test_every_dialect_that_is_named_is_there() -> None:
     assert set(ALL) == set(wire.DIALECTS)
+
+
+def test_servers_of_every_other_dialect_can_be_named() -> None:
+    assert sorted(get_args(EngineDialect)) == sorted(wire.FOREIGN_DIALECTS)
 
 
 def test_every_dialect_has_a_recorded_exchange() -> None:
