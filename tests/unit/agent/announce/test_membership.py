@@ -45,7 +45,7 @@ async def announced(describe: Describe, **options: Any) -> AsyncIterator[tuple[M
 
 
 def nodes(proxy: RunningProxy) -> list[Node]:
-    return list(proxy.fleet.registry.snapshot(proxy.fleet.clock()).nodes)
+    return list(proxy.fleet.registry.snapshot().nodes)
 
 
 def states(proxy: RunningProxy) -> list[NodeState]:
