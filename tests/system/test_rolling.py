@@ -28,7 +28,7 @@ from tests.system.metrics import Samples, is_shown, scrape, total
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.long
-PROTOCOL_SINCE = ("-S", "VERSION = 1", "--", "proxy/wire/registration.py")
+PROTOCOL_SINCE = ("-S", '"rejected": Rejected', "--", "proxy/wire/registration.py")
 """Finds the first commit with the protocols of today, which began anew there: the oldest to upgrade from."""
 DEADLINE_S = patient(90.0)
 PROXIES = ("proxy-0", "proxy-1")
