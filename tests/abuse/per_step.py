@@ -12,17 +12,22 @@ import json
 import string
 import time
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import aiohttp
 
+from kvferry.deploy.launcher import Cluster
 from tests.abuse.watch import MODEL
+from tests.patience import patient
+from tests.system.metrics import scrape, total
 
 CHOICES = 40
 TOKENS = 1900
-BEGIN_S = 1.0
-"""After so long the attack has begun to decode."""
+BEGIN_S = 10.0
+"""How long it is waited for an attack's first step; what takes longer is costly before it shows."""
+QUIET_S = 60.0
+LOOK_S = 0.05
 WINDOW_S = 2.0
 LEAST_SHARE = 0.3
 """Of the rate beside a plain request."""
@@ -123,12 +128,19 @@ class Victim:
 NO_LIMIT = aiohttp.ClientTimeout(total=None, sock_read=120)
 
 
-async def rate_beside(victim: Victim, url: str, kind: str) -> float:
+async def rate_beside(victim: Victim, cluster: Cluster, kind: str) -> float:
     """Return the victim's rate beside a request of this kind, which is left then, or refused at once."""
+    decode = cluster.agents["decode-0"].url
+    async with asyncio.timeout(patient(QUIET_S)):
+        while await num_sequences(decode) > 1:  # the attack before is not over
+            await asyncio.sleep(LOOK_S)
     async with aiohttp.ClientSession(timeout=NO_LIMIT) as http:
-        asked = asyncio.ensure_future(post(http, url, attack(kind)))
+        asked = asyncio.ensure_future(post(http, cluster.url, attack(kind)))
         try:
-            await asyncio.sleep(BEGIN_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(BEGIN_S):
+                    while not asked.done() and await num_sequences(decode) <= 1:
+                        await asyncio.sleep(LOOK_S)
             rate = await victim.rate(WINDOW_S)
             if asked.done():
                 check_refused(*asked.result())
@@ -136,6 +148,12 @@ async def rate_beside(victim: Victim, url: str, kind: str) -> float:
             asked.cancel()
             await asyncio.gather(asked, return_exceptions=True)
     return rate
+
+
+async def num_sequences(url: str) -> float:
+    """How many sequences an agent has, the waiting ones included."""
+    samples = await scrape(url)
+    return sum(total(samples, f"kvferry_agent_num_requests_{state}") for state in ("running", "waiting"))
 
 
 async def post(http: aiohttp.ClientSession, url: str, body: Mapping[str, Any]) -> tuple[int, str]:
