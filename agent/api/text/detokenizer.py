@@ -44,6 +44,7 @@ class Detokenizer:
         self._text = text_stream(tokenizer, show_special=show_special, shown=shown)
         self._include_stop = include_stop
         self._stop = tuple(stop)
+        self._begun = [_BegunStop(each) for each in self._stop]
         self._min_tokens = min_tokens
         self._num_tokens = 0
         self._held = ""
@@ -64,8 +65,9 @@ class Detokenizer:
         """Add one token and return the text that may now be shown, often none."""
         assert self.found is None
         self._num_tokens += 1
-        self._held += self._text.push(token_id)
-        return self._release(len(self._held) - self._possible_stop())
+        text = self._text.push(token_id)
+        self._held += text
+        return self._release(len(self._held) - max((each.push(text) for each in self._begun), default=0))
 
     def finish(self) -> str:
         """No more tokens will come: return all that was held back, broken characters as U+FFFD."""
@@ -77,6 +79,8 @@ class Detokenizer:
     def _release(self, end: int) -> str:
         if self._num_tokens < self._min_tokens:
             end = len(self._held)
+            for begun in self._begun:
+                begun.size = 0
         else:
             found = [(at, len(stop), stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
             if found:
@@ -85,14 +89,36 @@ class Detokenizer:
         released, self._held = self._held[:end], self._held[end:]
         return released
 
-    def _possible_stop(self) -> int:
-        """Length of the longest end of the held text that begins a stop string."""
-        return max((_overlap(self._held, stop) for stop in self._stop), default=0)
 
+class _BegunStop:
+    """How much of a stop string the end of the text is: constant work a character (Knuth, Morris, Pratt).
 
-def _overlap(text: str, stop: str) -> int:
-    longest = min(len(text), len(stop) - 1)
-    return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)
+    Looked for anew with each token, a text that only ever begins it would cost its length each time.
+    """
+
+    def __init__(self, stop: str) -> None:
+        self._stop = stop
+        self._borders = [0, 0]
+        """By size of a beginning, the longest beginning that is also its end, as far as one was needed."""
+        self.size = 0
+
+    def push(self, text: str) -> int:
+        """Add text; returns the size of the longest end of all text that begins the stop string."""
+        for char in text:
+            if self.size == len(self._stop):
+                break
+            while self.size and self._stop[self.size] != char:
+                self.size = self._border(self.size)
+            self.size += self._stop[self.size] == char
+        return self.size
+
+    def _border(self, size: int) -> int:
+        while len(self._borders) <= size:
+            char, border = self._stop[len(self._borders) - 1], self._borders[-1]
+            while border and self._stop[border] != char:
+                border = self._borders[border]
+            self._borders.append(border + (self._stop[border] == char))
+        return self._borders[size]
 
 
 def text_stream(tokenizer: Tokenizer, *, show_special: bool, shown: Collection[int] = ()) -> TextStream:

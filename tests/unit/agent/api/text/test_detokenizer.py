@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import tempfile
 from pathlib import Path
 
@@ -143,6 +144,41 @@ def test_text_that_may_become_a_stop_string_waits_and_comes_out_when_it_does_not
     a, b, c = (tokenizer.encode(each, add_special_tokens=False)[-1] for each in "abc")
     assert pieces_of(tokenizer, [a, b, a, b, c], ("bac",)) == ["a", "", "", "ba", "bc", ""]
     assert pieces_of(tokenizer, [a, b, a, c, a], ("bac",)) == ["a", "", "", ""]
+
+
+@each_kind
+@given(stop=st.lists(st.text("ab", min_size=1, max_size=7), min_size=1, max_size=3), text=st.text("ab"))
+def test_no_more_text_waits_than_may_become_a_stop_string(kind: str, stop: list[str], text: str) -> None:
+    tokenizer = tokenizer_of(kind)
+    detokenizer, shown = Detokenizer(tokenizer, stop), ""
+    for token_id in tokenizer.encode(text, add_special_tokens=False):
+        shown += detokenizer.push(token_id)
+        if detokenizer.found is not None:
+            return
+        so_far = shown + detokenizer._held
+        may_become = (each[:size] for each in stop for size in range(len(each)))
+        assert len(detokenizer._held) == max(len(begin) for begin in may_become if so_far.endswith(begin))
+
+
+def test_a_text_that_begins_stop_strings_costs_no_more_than_another() -> None:
+    """N1: 500 comparisons for each token and choice, in the process that serves everybody."""
+    tokenizer = tokenizer_of("byte-level")
+    detokenizer = Detokenizer(tokenizer, ("a" * 500 + "b", "c" + "a" * 500))
+    (token_id,) = tokenizer.encode("a", add_special_tokens=False)
+    for _ in range(600):
+        detokenizer.push(token_id)
+    calls = 0
+
+    def count(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+
+    sys.setprofile(count)
+    try:
+        detokenizer.push(token_id)
+    finally:
+        sys.setprofile(None)
+    assert calls < 60, calls
 
 
 def test_stop_strings_are_not_looked_for_before_min_tokens() -> None:
