@@ -19,7 +19,6 @@ from kvferry.proxy.exchange import poison
 from kvferry.proxy.exchange.poison import MAX_CRASHED_AGENTS
 from kvferry.proxy.fleet import registry
 from kvferry.proxy.http import hang_detector
-from kvferry.proxy.wire.dialects import NATIVE_DIALECT
 from kvferry.proxy.wire.registration import Load
 from tests.standins.agents import DEADLY_TO, Fault
 from tests.standins.engines import SERVERS, Fabric, StandInServer
@@ -42,7 +41,6 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(poison, "VERDICT_S", EXPIRY_S)
     monkeypatch.setattr(poison, "OUTAGE_S", OUTAGE_S)
     monkeypatch.setattr(hang_detector, "NODE_EXPIRY_S", EXPIRY_S)
-    monkeypatch.setitem(registry.EXPIRY_S, NATIVE_DIALECT, EXPIRY_S)
     monkeypatch.setattr(registry, "NODE_EXPIRY_S", EXPIRY_S)
 
 
