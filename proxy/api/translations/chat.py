@@ -157,6 +157,12 @@ class ChatContent(msgspec.Struct):
     def thoughts(self) -> str:
         return self.reasoning_content or self.reasoning or ""
 
+    def calls(self, opened: str | int | None) -> tuple[list[ChatToolCall], list[ChatToolCall]]:
+        """Pieces of the call that is open, which come before a delta's text, and those after it."""
+        calls = self.tool_calls or []
+        going_on = [call for call in calls if call.index == opened and not call.name]
+        return going_on, [call for call in calls if call not in going_on]
+
 
 class ChatLogprobs(msgspec.Struct):
     content: list[Raw] | None = None

@@ -10,7 +10,7 @@ which stop sequence ended an answer leaves `end_turn` as its reason.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -359,13 +359,18 @@ class MessagesRewriter(chat.StreamRewriter):
                 self._stop = _stop(choice)
 
     def _delta(self, delta: chat.ChatContent) -> Iterator[bytes]:
+        going_on, new = delta.calls(self._block)
+        yield from self._call_pieces(going_on)
         if delta.thoughts:
             yield from self._open("thinking", {"type": "thinking", "thinking": "", "signature": ""})
             yield self._piece({"type": "thinking_delta", "thinking": delta.thoughts})
         if delta.content:
             yield from self._open("text", {"type": "text", "text": ""})
             yield self._piece({"type": "text_delta", "text": delta.content})
-        for call in delta.tool_calls or ():
+        yield from self._call_pieces(new)
+
+    def _call_pieces(self, calls: Sequence[chat.ChatToolCall]) -> Iterator[bytes]:
+        for call in calls:
             start: dict[str, Any] = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
             yield from self._open(call.index, start)
             if call.arguments:

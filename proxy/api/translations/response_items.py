@@ -46,6 +46,9 @@ class ResponseItems:
 
         Raises `BadResponse` for calls that are mixed up, and for more than `MAX_HELD_BYTES`.
         """
+        going_on, new = delta.calls(self._open)
+        for call in going_on:
+            yield from self._add_to_call(call)
         if delta.thoughts:
             yield from self._add_text("reasoning", delta.thoughts)
         elif logprobs is not None and logprobs.content:
@@ -53,7 +56,7 @@ class ResponseItems:
             self._next_logprobs += logprobs.content
         if delta.content:
             yield from self._add_text("message", delta.content)
-        for call in delta.tool_calls or ():
+        for call in new:
             yield from self._add_to_call(call)
 
     def end(self, status: str) -> Iterator[Event]:

@@ -171,3 +171,10 @@ def test_answers_that_were_cut_at_once(text: str) -> None:
     for check in (test_over_chats, test_over_messages, test_over_responses):
         inner: Any = check
         inner.hypothesis.inner_test(name="hermes", text=text, finish="length")
+
+
+def test_a_call_and_the_text_after_it_may_come_in_one_delta() -> None:
+    for check in (test_over_chats, test_over_messages, test_over_responses):
+        inner: Any = check
+        text = '[TOOL_CALLS]now[ARGS]{"a": 1}{"name": "now", "arguments": '
+        inner.hypothesis.inner_test(name="mistral", text=text, finish="stop")
