@@ -395,7 +395,7 @@ class Protocol:
         tokens, ids_hash = BLOCKS * _BLOCK_SIZE, hashes_of(request)[-1].hex()
         arguments = (incarnation(pull.reader), blocks_of(request), tokens, ids_hash, REQUEST_S)
         try:
-            world = self._table(world, "lend", world.now, transfer_id(request), *arguments)[0]
+            world = self._table(world, "grant_prefix", world.now, transfer_id(request), *arguments)[0]
         except self._machines.lease.DuplicateTransfer:
             must(not fresh or world.incarnation or not self._remembers_all or
                  self._is_awaited_by_another(before, pull), "what nobody has used is lent")  # fmt: skip
