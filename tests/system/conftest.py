@@ -17,7 +17,7 @@ import pytest_asyncio
 from kvferry.deploy.launcher import AgentSpec, Cluster, ClusterSpec, Process, start_process
 
 MODEL = "ferry-tiny"
-FOLDERS = ("agent", "deploy", "proxy", "transfer")
+FOLDERS = ("agent", "common", "deploy", "proxy", "transfer")
 TRAP = "raise ImportError(f'{__file__} was imported')\n"
 # Every test that compares answers wants a cold prefix cache (I4), and one thread per rank on small machines.
 COMMON_ARGS = ("--prefix-cache", "false", "--threads", "1")
