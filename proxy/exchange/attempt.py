@@ -84,6 +84,8 @@ CAUSE_TIMEOUT_S = 1.0
 """How long the failure of one leg waits for the other's end, which may be its cause."""
 DROPPED = "transfer_dropped"
 """The code with which an agent rejects a prefill leg whose transfer was dropped."""
+WITHDRAWN = "transfer_withdrawn"
+"""The code with which an agent rejects a decode leg whose prefill has ended the whole response."""
 LOOKUP_MAX_AGE_S = 10.0
 """How long an engine id that was looked up is believed: its server may have restarted at the same address."""
 LOOKUP_TIMEOUT_S = 5.0
@@ -592,8 +594,8 @@ class EarlyLeg:
 
     - The prefill leg fails: the attempt ends, this leg is cancelled with it, and its agent stops.
     - This leg fails: the prefill leg is cancelled, unless it ends by itself within `CAUSE_TIMEOUT_S`. One
-      agent may make the other fail (a prefill that ends the response leaves nothing to pull; a pull that
-      breaks off drops the prompt), and of two such failures the first cause is the one to act on.
+      agent may make the other fail (a pull that breaks off drops the prompt), and of two such failures the
+      first cause is the one to act on. Where the prefill has left nothing to pull, its end is waited for.
     """
 
     def __init__(self, leg: AbstractAsyncContextManager[UpstreamResponse], agent: Incarnation) -> None:
@@ -618,13 +620,14 @@ class EarlyLeg:
         legs: set[asyncio.Future[Any]] = {running, self._opening}
         try:
             await asyncio.wait(legs, return_when=asyncio.FIRST_COMPLETED)
-            if not running.done() and self._opening.exception() is not None:
+            failure = None if running.done() else self._opening.exception()
+            if failure is not None and not _is_rejection(failure, WITHDRAWN):
                 await asyncio.wait({running}, timeout=CAUSE_TIMEOUT_S)
                 if not running.done():
                     self._opening.result()
             return await running
         except AgentRejected as rejected:
-            if rejected.error is not None and rejected.error.code == DROPPED:
+            if _is_rejection(rejected, DROPPED):
                 await self._raise_cause()
             raise
         finally:
@@ -643,6 +646,10 @@ class EarlyLeg:
         if self._opening.done():
             self._opening.result()
         raise AgentLost("the decode agent dropped a prompt that was still being computed", self._agent)
+
+
+def _is_rejection(error: BaseException, code: str) -> bool:
+    return isinstance(error, AgentRejected) and error.error is not None and error.error.code == code
 
 
 async def _cancel(task: asyncio.Future[Any]) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from kvferry.proxy.dialects.base import Prefilled
 from kvferry.proxy.errors import AgentError, AgentLost, AgentRejected
+from kvferry.proxy.exchange import attempt
 from kvferry.proxy.exchange.attempt import EarlyLeg
 from kvferry.proxy.exchange.relay import OpeningEvent
 from kvferry.proxy.wire.registration import Incarnation
@@ -342,6 +343,17 @@ async def test_a_prefill_that_ends_in_time_outweighs_the_other_legs_failure() ->
     def script(prefill: ScriptedLeg, decode: ScriptedLeg) -> None:
         decode.answer.set_exception(AgentLost("nothing to pull", DECODE))
         asyncio.get_running_loop().call_later(0.05, prefill.answer.set_result, "whole")
+
+    assert (await beside(script))[0] == "whole"
+
+
+async def test_a_prefill_that_withdrew_its_lease_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has ended well, and its answer, which may be long, is the client's: the decode leg's 409 is not."""
+    monkeypatch.setattr(attempt, "CAUSE_TIMEOUT_S", 0.01)
+
+    def script(prefill: ScriptedLeg, decode: ScriptedLeg) -> None:
+        decode.answer.set_exception(refused("transfer_withdrawn"))
+        asyncio.get_running_loop().call_later(0.2, prefill.answer.set_result, "whole")
 
     assert (await beside(script))[0] == "whole"
 
