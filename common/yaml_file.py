@@ -32,7 +32,8 @@ class _PlainLoader(yaml.SafeLoader):
 
 def read_yaml(path: Path) -> Any:
     """Return what a file holds. Raises OSError, and ValueError that names the file and says what is wrong."""
-    raw = path.read_bytes()
+    with path.open("rb") as file:
+        raw = file.read(MAX_FILE_BYTES + 1)
     if len(raw) > MAX_FILE_BYTES:
         raise ValueError(f"{str(path)!r} is larger than {MAX_FILE_BYTES} bytes")
     try:

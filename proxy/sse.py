@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ DONE = b"data: [DONE]\n\n"
 ERROR_EVENT = b'data: {"error"'
 TIMING = b'"kvferry_timing"'
 MAX_EVENT_BYTES = 8 * 1024 * 1024
+_NO_CHOICES = re.compile(rb'"choices": ?\[\]')
 
 
 class EventReader(Protocol):
@@ -134,6 +136,11 @@ def count(events: bytes) -> int:
 def has_error(events: bytes) -> bool:
     """Whether any event is an error. A JSON string cannot contain these quotes unescaped."""
     return ERROR_EVENT in events
+
+
+def has_empty_choices(events: bytes) -> bool:
+    """Whether any event is without choices, as the one with the usage is. No JSON string can look like it."""
+    return _NO_CHOICES.search(events) is not None
 
 
 def has_text(events: bytes) -> bool:

@@ -89,7 +89,7 @@ class BrowserGuard:
                 if each is not None and (shown := each.decode("latin-1")) not in self._hosts:
                     return (
                         "host_not_allowed",
-                        f"{shown[:253]!r} is no name of this server: see --allowed-hosts",
+                        f"{shown[:_SHOWN_CHARS]!r} is no name of this server: see --allowed-hosts",
                     )
         if method not in _SAFE_METHODS and self._is_cross_site(host, path, headers):
             return "cross_site", "a page of another site has sent this request"

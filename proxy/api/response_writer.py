@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
@@ -22,8 +21,6 @@ from kvferry.proxy.telemetry.request_log import RequestLog
 
 AGENT_ERROR = 502
 """The status logged for an error event that an agent wrote."""
-_NO_CHOICES = re.compile(rb'"choices": ?\[\]')
-"""No text can look like this: its quotes have backslashes."""
 STREAM_HEADERS: tuple[Header, ...] = (
     (b"content-type", sse.CONTENT_TYPE.encode()),
     (b"cache-control", b"no-cache"),
@@ -182,11 +179,11 @@ class ResponseWriter:
 
     def _read_usage(self, events: bytes) -> bytes:
         """Note a stream's usage; returns the events, without it where the client has not asked for it."""
-        if not _NO_CHOICES.search(events):
+        if not sse.has_empty_choices(events):
             return events
         shown = []
         for event in sse.split(events):
-            usage = reported_usage(sse.data(event) or b"") if _NO_CHOICES.search(event) else None
+            usage = reported_usage(sse.data(event) or b"") if sse.has_empty_choices(event) else None
             self.usage = usage or self.usage
             shown.append(_without_usage(event) if usage is not None and self._hides_usage else event)
         return b"".join(shown)

@@ -7,7 +7,6 @@ what ends each of them is held back, and choices are counted from the first prom
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -22,8 +21,6 @@ from kvferry.proxy.exchange.sub_requests import SubResponse
 from kvferry.proxy.wire.registration import Incarnation, Register
 
 _NULL = msgspec.Raw(b"null")
-_NO_CHOICES = re.compile(rb'"choices": ?\[\]')
-"""No text can look like this: its quotes have backslashes."""
 _MEMBERS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _CHOICES = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
 _USAGE = msgspec.json.Decoder(dict[str, Any] | None)
@@ -144,7 +141,7 @@ class RelayedResponse(SubResponse):
             self._on_done()
 
     def _show_part_event(self, event: bytes) -> None:
-        if _NO_CHOICES.search(event):
+        if sse.has_empty_choices(event):
             self._show_part(event)
         else:
             self._writer.write_event(event)
