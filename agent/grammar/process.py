@@ -19,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 
+from kvferry.agent.grammar.process_limits import limit_this_process
 from kvferry.agent.messages.masks import (
     FromMasks,
     MasksBoot,
@@ -31,13 +32,10 @@ from kvferry.common.child_process import die_with_parent
 from kvferry.common.telemetry.logs import configure_logging
 from kvferry.transfer.ranks.channel import RankEnd, connect_at_once
 
-NICENESS = 10
-"""The model comes first."""
 MAX_SINGLE_CPU_S = 5.0
 """What one mask may take, the compilation of its grammar included. SIGPROF ends the process then."""
 MAX_COMPILED_BYTES = 512 << 20
 """By which the process may grow before it drops what it has compiled."""
-MAX_MEMORY_BYTES = 4 << 30
 
 log = logging.getLogger(__name__)
 
@@ -106,8 +104,7 @@ def main() -> int:
     parser.add_argument("--run-dir", type=Path, required=True)
     run_dir = parser.parse_args().run_dir
     die_with_parent(parent)
-    os.nice(NICENESS)
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    limit_this_process()
     boot = msgspec.json.decode(sys.stdin.buffer.read(), type=MasksBoot)
     configure_logging("masks", boot.config.log_level, boot.config.log_format)
     end = connect_at_once(masks_address(run_dir))

@@ -8,24 +8,18 @@ be used, or "". The first line is about the tokenizer.
 from __future__ import annotations
 
 import os
-import resource
 import sys
 from pathlib import Path
 
 import msgspec
 
+from kvferry.agent.grammar.process_limits import limit_this_process
 from kvferry.common.child_process import die_with_parent
-
-NICENESS = 10
-"""The model comes first."""
-MAX_MEMORY_BYTES = 4 << 30
 
 
 def main() -> int:
     die_with_parent(os.getppid())
-    os.nice(NICENESS)
-    # A grammar that takes more ends this process, which counts as too costly.
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    limit_this_process()
     from kvferry.agent.grammar.compiler import GrammarCompiler
     from kvferry.agent.grammar.trial import trial
 
