@@ -32,14 +32,14 @@ class PoolSums:
     def __init__(self, pool: KVPool) -> None:
         import torch
 
-        regions, placement = pool.regions, pool.placement
+        regions, layers = pool.regions, pool.placement.only_layers
         # The elements are of 2 bytes at least; a run that is not made of whole 32-bit words is rare.
-        word = torch.int32 if placement.unit_bytes % 4 == 0 else torch.int16
+        word = torch.int32 if layers.unit_bytes % 4 == 0 else torch.int16
         words = [region.view(-1).view(torch.uint8).view(word) for region in regions]
-        strides = (placement.block_stride // word.itemsize, placement.head_stride // word.itemsize, 1)
-        lengths = [length // word.itemsize for _, length in placement.pieces]
+        strides = (layers.block_stride // word.itemsize, layers.head_stride // word.itemsize, 1)
+        lengths = [length // word.itemsize for _, length in layers.pieces]
         keys = np.split(word_keys(sum(lengths)), np.cumsum(lengths)[:-1])
-        shape = (placement.num_blocks, placement.num_heads)
+        shape = (pool.placement.num_blocks, layers.num_heads)
         self._parts = [
             (
                 words[offset >> REGION_SHIFT].as_strided(
@@ -47,11 +47,11 @@ class PoolSums:
                 ),
                 torch.from_numpy(part).to(regions[0].device),
             )
-            for (offset, _), length, part in zip(placement.pieces, lengths, keys, strict=True)
+            for (offset, _), length, part in zip(layers.pieces, lengths, keys, strict=True)
         ]
         """Words [block, head, n] and their keys, piece by piece of what one head has in a block."""
         self._stream = torch.cuda.Stream(regions[0].device) if regions[0].is_cuda else None  # type: ignore[no-untyped-call]
-        self.block_bytes = placement.num_heads * sum(lengths) * word.itemsize
+        self.block_bytes = layers.num_heads * sum(lengths) * word.itemsize
 
     def sums(self, blocks: Sequence[int]) -> SumTable:
         """The sums of at least one block, row by row. What the blocks hold must not change meanwhile."""

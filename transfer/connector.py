@@ -10,7 +10,7 @@ import zmq
 from kvferry.transfer.consumer.consumer import Consumer
 from kvferry.transfer.events import LeaseEnded, PlaneEvent, PlaneStats
 from kvferry.transfer.ids import TransferId
-from kvferry.transfer.plane import PlaneConfig, RemotePrompt
+from kvferry.transfer.plane import BlockRun, PlaneConfig, RemotePrompt
 from kvferry.transfer.producer.producer import Producer
 from kvferry.transfer.ranks.group import RankGroup
 from kvferry.transfer.sampled_tokens import SampledTokens
@@ -63,14 +63,14 @@ class SchedulerConnector:
     # Producer.
 
     def register(
-        self, transfer_id: str, block_ids: Sequence[int], num_tokens: int, ids_hash: str, timeout_s: float
+        self, transfer_id: str, runs: Sequence[BlockRun], num_tokens: int, ids_hash: str, timeout_s: float
     ) -> None:
-        """Begin a lease over a prompt's blocks, before they are computed.
+        """Begin a lease over a prompt's blocks, a run for each group, before they are computed.
 
         It ends after `timeout_s` at the latest. Raises `DuplicateTransfer`. `ids_hash` is sent to the reader.
         If the transfer has been dropped already, `LeaseEnded` follows at once.
         """
-        self._producer.register(TransferId(transfer_id), block_ids, num_tokens, ids_hash, timeout_s)
+        self._producer.register(TransferId(transfer_id), runs, num_tokens, ids_hash, timeout_s)
 
     def grant_prefix(
         self, transfer_id: str, block_ids: Sequence[int], num_tokens: int, ids_hash: str
@@ -83,7 +83,9 @@ class SchedulerConnector:
         return self._producer.grant_prefix(TransferId(transfer_id), block_ids, num_tokens, ids_hash)
 
     def advance(self, transfer_id: str, readable_blocks: int) -> None:
-        """Make the first blocks readable: they are computed on every rank, device work included."""
+        """Make the first blocks of an engine with one group readable: every rank has computed them, device
+        work included.
+        """
         self._producer.advance(TransferId(transfer_id), readable_blocks)
 
     def ready(self, transfer_id: str, first_tokens: SampledTokens | None = None) -> None:
@@ -123,24 +125,21 @@ class SchedulerConnector:
         self,
         transfer_id: str,
         remote: RemotePrompt,
-        block_ids: Sequence[int],
-        first_block: int,
+        runs: Sequence[BlockRun],
         timeout_s: float,
         ids_hash: str | None = None,
         fill_s: float = 0.0,
     ) -> None:
-        """Read a prompt's blocks from number `first_block` on into `block_ids[first_block:]`.
+        """Read the blocks at the end of a prompt that are missing here, group by group, into `runs`.
 
-        `block_ids` are all of the prompt's blocks. Comes to exactly one `PullDone` or `PullFailed`; until
-        then, and after a failure that is not quiescent until `PullQuiescent`, the blocks belong to the
-        transfer. Raises `DuplicateTransfer`. With `ids_hash` the producer's must be equal.
+        Comes to exactly one `PullDone` or `PullFailed`; until then, and after a failure that is not quiescent
+        until `PullQuiescent`, the blocks belong to the transfer. Raises `DuplicateTransfer`. With `ids_hash`
+        the producer's must be equal. Where the producer does not lease all of them it fails (`mismatch`).
 
         Blocks are read as soon as they are computed. All must be here `timeout_s` after the prompt is ready,
         and that may take the producer `fill_s` from now.
         """
-        self._consumer.pull(
-            TransferId(transfer_id), remote, block_ids, first_block, timeout_s, ids_hash, fill_s
-        )
+        self._consumer.pull(TransferId(transfer_id), remote, runs, timeout_s, ids_hash, fill_s)
 
     def pull_prefix(
         self,

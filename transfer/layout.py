@@ -9,6 +9,10 @@ all: the KV of one block, head, layer and plane (K or V, or both where they alte
 bytes, and strides lead from run to run. They are read off the tensors, so that no table of engines and
 versions is needed.
 
+A model whose layers keep different KV (all tokens, a window, a state) has several KV-cache *groups*, as vLLM
+calls them: a block id stands for a block of one group's layers. Layers are paired by name, so that either
+side may spread them over pipeline stages as it likes.
+
 A placement's offsets are *virtual*: a rank's memory regions are numbered in the order of their addresses, and
 region i begins at `i << REGION_SHIFT`. So runs of different regions never touch, and are never merged.
 """
@@ -16,7 +20,8 @@ region i begins at `i << REGION_SHIFT`. So runs of different regions never touch
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -30,8 +35,9 @@ from kvferry.common.hashing import Purpose, digest
 if TYPE_CHECKING:
     import torch
 
-DType = Literal["float32", "bfloat16", "float16"]
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DType = Literal["float32", "bfloat16", "float16", "uint8"]
+"""`uint8`: bytes of a quantized or another engine's own format."""
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
 
 _Text = Annotated[str, Meta(max_length=4096)]
 """Peers send it."""
@@ -206,20 +212,32 @@ def sources(
 ) -> tuple[tuple[int, range], ...]:
     """Which run of a rank's heads comes from which producer rank; each head from exactly one.
 
-    Where several producer ranks hold the same heads, readers spread over them. Raises ValueError when a TP
-    size does not divide the heads.
+    Raises ValueError when a TP size does not divide the heads.
     """
-    mine = geometry.local_heads(tp_size, rank)
-    holders: dict[range, list[int]] = {}
-    for remote_rank in range(remote_tp_size):
-        theirs = geometry.local_heads(remote_tp_size, remote_rank)
-        shared = range(max(mine.start, theirs.start), min(mine.stop, theirs.stop))
-        if shared:
-            holders.setdefault(shared, []).append(remote_rank)
-    return tuple((ranks[rank % len(ranks)], heads) for heads, ranks in holders.items())
+    held = [geometry.local_heads(remote_tp_size, each) for each in range(remote_tp_size)]
+    return spread(geometry.local_heads(tp_size, rank), held, rank)
+
+
+def spread(mine: range, held: Sequence[range], rank: int) -> tuple[tuple[int, range], ...]:
+    """Which run of a rank's heads to read from which holder, by its number in `held`.
+
+    Where several hold a head, the readers' ranks spread over them. Raises ValueError if none does.
+    """
+    runs: list[tuple[int, range]] = []
+    for head in mine:
+        holders = [number for number, heads in enumerate(held) if head in heads]
+        if not holders:
+            raise ValueError(f"no rank of theirs has head {head}")
+        holder = holders[rank % len(holders)]
+        if runs and runs[-1][0] == holder:
+            runs[-1] = holder, range(runs[-1][1].start, head + 1)
+        else:
+            runs.append((holder, range(head, head + 1)))
+    return tuple(runs)
 
 
 MAX_LAYERS = 4096
+MAX_GROUPS = 64
 MAX_TEMPLATE_ROWS = 1 << 16
 
 BlockPairs = npt.NDArray[np.int64]
@@ -228,41 +246,42 @@ BlockPairs = npt.NDArray[np.int64]
 _Bytes = Annotated[int, Meta(ge=0, le=1 << REGION_SHIFT)]
 _Offset = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 _Count = Annotated[int, Meta(ge=1, le=1 << 31)]
+_Name = Annotated[bytes, Meta(min_length=1, max_length=16)]
 
 
-class Placement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
-    """One rank's KV. The run of block b, head h (counted from 0), layer l and plane p begins at
-    `layers[l] + b * block_stride + h * head_stride + p * plane_stride` and has `unit_bytes` bytes.
+class Layers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
+    """Layers of one group whose KV lies alike in a rank's memory.
 
-    `heads_start` is the number of its first head over all ranks. Peers send it: `msgspec.ValidationError` is
-    raised for one that leads outside its own regions.
+    The run of block b, head h (counted from 0) and plane p of layer `names[i]` begins at
+    `offsets[i] + b * block_stride + h * head_stride + p * plane_stride` and has `unit_bytes` bytes.
+
+    Attributes:
+        names: The same on every rank and either side, such as hashes of an engine's names.
+        heads_start: The number of the rank's first head among the `total_heads` of all ranks. What every
+            rank holds alike counts as one head; what is each rank's own as a head of each.
     """
 
-    regions: Annotated[tuple[_Bytes, ...], Meta(min_length=1, max_length=MAX_REGIONS)]
-    """Their sizes."""
-    layers: Annotated[tuple[_Offset, ...], Meta(min_length=1, max_length=MAX_LAYERS)]
-    num_blocks: _Count
+    names: Annotated[tuple[_Name, ...], Meta(min_length=1, max_length=MAX_LAYERS)]
+    offsets: Annotated[tuple[_Offset, ...], Meta(min_length=1, max_length=MAX_LAYERS)]
     block_stride: _Bytes
     num_heads: _Count
-    heads_start: Annotated[int, Meta(ge=0, le=1 << 31)] = 0
+    heads_start: Annotated[int, Meta(ge=0, le=1 << 31)]
+    total_heads: _Count
     head_stride: _Bytes
-    planes: Annotated[int, Meta(ge=1, le=2)]
+    planes: Annotated[int, Meta(ge=1, le=MAX_TEMPLATE_ROWS)]
     plane_stride: _Bytes
     unit_bytes: Annotated[int, Meta(ge=1, le=1 << REGION_SHIFT)]
 
     def __post_init__(self) -> None:
-        reach = (
-            (self.num_blocks - 1) * self.block_stride
-            + (self.num_heads - 1) * self.head_stride
-            + (self.planes - 1) * self.plane_stride
-            + self.unit_bytes
-        )
-        for layer in self.layers:
-            region, offset = layer >> REGION_SHIFT, layer & OFFSET_MASK
-            if region >= len(self.regions) or offset + reach > self.regions[region]:
-                raise ValueError(f"a layer at {offset} of region {region} leads outside of it")
-        if len(self.layers) * self.planes * self.num_heads > MAX_TEMPLATE_ROWS:
+        if len(self.names) != len(self.offsets):
+            raise ValueError(f"{len(self.names)} names of {len(self.offsets)} layers")
+        if self.num_rows > MAX_TEMPLATE_ROWS:
             raise ValueError(f"a block of more than {MAX_TEMPLATE_ROWS} runs")
+
+    @property
+    def num_rows(self) -> int:
+        """Runs of one block."""
+        return len(self.names) * self.planes * self.num_heads
 
     @property
     def heads(self) -> range:
@@ -270,9 +289,14 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return range(self.heads_start, self.heads_start + self.num_heads)
 
     @cached_property
+    def numbers(self) -> dict[bytes, int]:
+        """Where in `offsets` a layer is, by name."""
+        return {name: number for number, name in enumerate(self.names)}
+
+    @cached_property
     def runs(self) -> npt.NDArray[np.int64]:
         """Virtual offsets of block 0, `[layer, plane, head]`."""
-        layers = np.asarray(self.layers, dtype=np.int64)[:, None, None]
+        layers = np.asarray(self.offsets, dtype=np.int64)[:, None, None]
         planes = np.arange(self.planes, dtype=np.int64)[None, :, None] * self.plane_stride
         heads = np.arange(self.num_heads, dtype=np.int64)[None, None, :] * self.head_stride
         return layers + planes + heads
@@ -290,6 +314,56 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 pieces.append((offset, self.unit_bytes))
         return pieces
 
+    def reach(self, num_blocks: int) -> int:
+        """Bytes from a layer's first to the last of its last block."""
+        return (
+            (num_blocks - 1) * self.block_stride
+            + (self.num_heads - 1) * self.head_stride
+            + (self.planes - 1) * self.plane_stride
+            + self.unit_bytes
+        )
+
+
+_Group = Annotated[tuple[Layers, ...], Meta(max_length=MAX_LAYERS)]
+
+
+class Placement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where one rank's KV lies, by KV-cache group. Groups may lie over each other: a block is of one at a
+    time. A pipeline stage may have no layers of some groups.
+
+    Peers send it: `msgspec.ValidationError` is raised for one that leads outside its own regions.
+    """
+
+    regions: Annotated[tuple[_Bytes, ...], Meta(min_length=1, max_length=MAX_REGIONS)]
+    """Their sizes."""
+    num_blocks: _Count
+    groups: Annotated[tuple[_Group, ...], Meta(min_length=1, max_length=MAX_GROUPS)]
+
+    def __post_init__(self) -> None:
+        for group in self.groups:
+            if sum(layers.num_rows for layers in group) > MAX_TEMPLATE_ROWS:
+                raise ValueError(f"a block of more than {MAX_TEMPLATE_ROWS} runs")
+            if len({name for layers in group for name in layers.names}) != sum(
+                len(layers.names) for layers in group
+            ):
+                raise ValueError("a layer stands twice in a group")
+            for layers in group:
+                self._check_inside(layers)
+
+    def _check_inside(self, layers: Layers) -> None:
+        reach = layers.reach(self.num_blocks)
+        for each in layers.offsets:
+            region, offset = each >> REGION_SHIFT, each & OFFSET_MASK
+            if region >= len(self.regions) or offset + reach > self.regions[region]:
+                raise ValueError(f"a layer at {offset} of region {region} leads outside of it")
+
+    @property
+    def only_layers(self) -> Layers:
+        """The layers of a pool that has them in one group, all alike. Raises ValueError for another."""
+        if len(self.groups) != 1 or len(self.groups[0]) != 1:
+            raise ValueError("the layers of this pool do not all keep the same KV")
+        return self.groups[0][0]
+
 
 def pair_blocks(local_blocks: Sequence[int], remote_blocks: Sequence[int]) -> BlockPairs:
     """`remote_blocks[i]` goes to `local_blocks[i]`. Raises ValueError when the lists differ in length."""
@@ -300,28 +374,43 @@ def pair_blocks(local_blocks: Sequence[int], remote_blocks: Sequence[int]) -> Bl
     return pairs
 
 
-class BlockTemplate:
-    """The bytes of one block that a consumer's rank reads from a producer's, made once for a pair of ranks.
+@dataclass(frozen=True, slots=True)
+class LayerPairs:
+    """Layers that a consumer's rank reads from a producer's: ours and theirs by number, and which heads."""
 
-    Raises ValueError if the two differ in what a run is: they hold different content.
+    ours: Layers
+    theirs: Layers
+    our_numbers: Sequence[int]
+    their_numbers: Sequence[int]
+    heads: range
+
+    def spans(self) -> SpanTable:
+        """Block 0's. Raises ValueError if a run is not the same on both sides."""
+        for name in ("planes", "unit_bytes", "total_heads"):
+            mine, other = getattr(self.ours, name), getattr(self.theirs, name)
+            if mine != other:
+                raise ValueError(f"{name}: theirs {other}, ours {mine}")
+        ours = self._runs(self.ours, self.our_numbers)
+        theirs = self._runs(self.theirs, self.their_numbers)
+        rows = np.empty((ours.size, 3), dtype=np.int64)
+        rows[:, 0], rows[:, 1], rows[:, 2] = ours.ravel(), theirs.ravel(), self.ours.unit_bytes
+        return merge_spans(rows[np.argsort(rows[:, 0], kind="stable")])
+
+    def _runs(self, layers: Layers, numbers: Sequence[int]) -> npt.NDArray[np.int64]:
+        heads = slice(self.heads.start - layers.heads_start, self.heads.stop - layers.heads_start)
+        return layers.runs[list(numbers), :, heads]
+
+
+class BlockTemplate:
+    """The bytes of one block of a group that a consumer's rank reads from a producer's, made once for a pair
+    of ranks.
     """
 
-    def __init__(self, local: Placement, remote: Placement, heads: range) -> None:
-        for name in ("planes", "unit_bytes"):
-            ours, theirs = getattr(local, name), getattr(remote, name)
-            if ours != theirs:
-                raise ValueError(f"{name}: theirs {theirs}, ours {ours}")
-        if len(local.layers) != len(remote.layers):
-            raise ValueError(f"layers: theirs {len(remote.layers)}, ours {len(local.layers)}")
-        for each in (local, remote):
-            if heads.start < each.heads.start or heads.stop > each.heads.stop:
-                raise ValueError(f"heads {heads} are not among {each.heads}")
-        ours = local.runs[:, :, heads.start - local.heads_start : heads.stop - local.heads_start]
-        theirs = remote.runs[:, :, heads.start - remote.heads_start : heads.stop - remote.heads_start]
-        rows = np.empty((ours.size, 3), dtype=np.int64)
-        rows[:, 0], rows[:, 1], rows[:, 2] = ours.ravel(), theirs.ravel(), local.unit_bytes
-        self._rows = merge_spans(rows[np.argsort(rows[:, 0], kind="stable")])
-        self._strides = np.array([local.block_stride, remote.block_stride, 0], dtype=np.int64)
+    def __init__(self, pairs: Sequence[LayerPairs]) -> None:
+        tables = [each.spans() for each in pairs]
+        strides = [[each.ours.block_stride, each.theirs.block_stride, 0] for each in pairs]
+        self._rows = np.concatenate(tables)
+        self._strides = np.repeat(np.array(strides, dtype=np.int64), [len(each) for each in tables], axis=0)
 
     @property
     def num_rows(self) -> int:
@@ -331,73 +420,131 @@ class BlockTemplate:
     def spans(self, blocks: BlockPairs) -> SpanTable:
         """The spans of several blocks; those that touch on both sides are merged."""
         # By row of the template first: blocks in a row touch there, if anything does.
-        table = self._rows[:, None, :] + (blocks * self._strides)[None, :, :]
+        table = self._rows[:, None, :] + blocks[None, :, :] * self._strides[:, None, :]
         return merge_spans(table.reshape(-1, 3))
 
 
-def placement_of(layers: Sequence[torch.Tensor], *, planes: int, heads: range) -> Placement:
-    """Describe one rank's KV by one tensor per layer; those that share memory count once.
+ReadPlan = Mapping[int, Mapping[int, BlockTemplate]]
+"""What one of our ranks reads, by the producer's rank and by group."""
 
-    Args:
-        layers: `[block, head, *run]`, or `[block, plane, head, *run]` with two planes, as views of whatever
-            strides; all of equal shape and strides.
-        heads: Which these are, by their number over all ranks.
 
-    Raises ValueError if a run is not contiguous, or layers differ.
+def plan_reads(locals_: Sequence[Placement], remotes: Sequence[Placement]) -> list[ReadPlan]:
+    """What each of our ranks reads from which producer rank; both in order of rank.
+
+    Raises ValueError unless every head of every layer of ours is at some rank of theirs, in the same group
+    and with the same content.
     """
-    first = layers[0]
-    item = first.element_size()
-    for layer in layers:
-        if (layer.shape, layer.stride(), layer.dtype) != (first.shape, first.stride(), first.dtype):
-            raise ValueError("layers of different shapes cannot be transferred together")
-    shape, strides = list(first.shape), [stride * item for stride in first.stride()]
-    plane_stride = 0
-    if planes == 2:
-        plane_stride = strides.pop(1)
-        shape.pop(1)
-    elif planes != 1:
-        raise ValueError(f"planes must be 1 or 2, got {planes}")
-    unit = item
-    for size, stride in zip(reversed(shape[2:]), reversed(strides[2:]), strict=True):
-        if size > 1 and stride != unit:
-            raise ValueError(f"the KV of a block and head is not contiguous: strides {first.stride()}")
-        unit *= size
-    if shape[1] != len(heads):
-        raise ValueError(f"{shape[1]} heads in the tensors, {len(heads)} expected")
-    storages = {layer.untyped_storage().data_ptr(): layer.untyped_storage().nbytes() for layer in layers}
+    groups = {len(each.groups) for each in (*locals_, *remotes)}
+    if len(groups) != 1:
+        raise ValueError(f"KV-cache groups: theirs {len(remotes[0].groups)}, ours {len(locals_[0].groups)}")
+    return [_plan_of_rank(rank, local, remotes) for rank, local in enumerate(locals_)]
+
+
+def _plan_of_rank(rank: int, local: Placement, remotes: Sequence[Placement]) -> ReadPlan:
+    plan: dict[int, dict[int, BlockTemplate]] = {}
+    for group, ours in enumerate(local.groups):
+        theirs = [remote.groups[group] for remote in remotes]
+        pairs: dict[int, list[LayerPairs]] = {}
+        for layers in ours:
+            for remote_rank, each in _pair_layers(rank, layers, theirs):
+                pairs.setdefault(remote_rank, []).append(each)
+        for remote_rank, of_rank in pairs.items():
+            plan.setdefault(remote_rank, {})[group] = BlockTemplate(of_rank)
+    return plan
+
+
+def _pair_layers(
+    rank: int, ours: Layers, theirs: Sequence[Sequence[Layers]]
+) -> Iterator[tuple[int, LayerPairs]]:
+    """Our layers by who has them; `theirs` is one group by rank."""
+    everywhere = [(remote_rank, layers) for remote_rank, group in enumerate(theirs) for layers in group]
+    by_holders: dict[tuple[int, ...], list[int]] = {}
+    for number, name in enumerate(ours.names):
+        holders = tuple(at for at, (_, layers) in enumerate(everywhere) if name in layers.numbers)
+        if not holders:
+            raise ValueError(f"no rank of theirs has the layer {name.hex()}")
+        by_holders.setdefault(holders, []).append(number)
+    for holders, numbers in by_holders.items():
+        held = [everywhere[at][1].heads for at in holders]
+        for holder, heads in spread(ours.heads, held, rank):
+            remote_rank, layers = everywhere[holders[holder]]
+            their_numbers = [layers.numbers[ours.names[number]] for number in numbers]
+            yield remote_rank, LayerPairs(ours, layers, numbers, their_numbers, heads)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerView:
+    """One layer's KV on one rank, as a view of whatever strides: `[block, head, *run]`, or
+    `[block, plane, head, *run]` with several planes.
+
+    `heads` are those that the rank holds of `total_heads` (see `Layers`).
+    """
+
+    name: bytes
+    tensor: torch.Tensor
+    planes: int
+    heads: range
+    total_heads: int
+
+    def strides_alike(self) -> tuple[object, ...]:
+        """Equal for layers that one `Layers` can describe."""
+        tensor = self.tensor
+        shape = (tensor.shape, tensor.stride(), tensor.element_size())
+        return *shape, self.planes, self.heads, self.total_heads
+
+
+def placement_of(groups: Sequence[Sequence[LayerView]], num_blocks: int) -> Placement:
+    """Describe one rank's KV by its layers' tensors, group by group.
+
+    Raises ValueError if a run is not contiguous, or a tensor is not of `num_blocks` blocks.
+    """
+    storages = {
+        view.tensor.untyped_storage().data_ptr(): view.tensor.untyped_storage().nbytes()
+        for group in groups
+        for view in group
+    }
     bases = sorted(storages)
-    offsets = dict.fromkeys(_virtual(layer.data_ptr(), bases) for layer in layers)
+    described = []
+    for group in groups:
+        alike: dict[tuple[object, ...], list[LayerView]] = {}
+        for view in group:
+            if view.tensor.shape[0] != num_blocks:
+                raise ValueError(f"{view.tensor.shape[0]} blocks in a layer's tensor, {num_blocks} expected")
+            alike.setdefault(view.strides_alike(), []).append(view)
+        described.append(tuple(_layers_of(views, bases) for views in alike.values()))
     return Placement(
-        regions=tuple(storages[base] for base in bases),
-        layers=tuple(offsets),
-        num_blocks=shape[0],
-        block_stride=strides[0],
-        num_heads=len(heads),
-        heads_start=heads.start,
-        head_stride=strides[1],
-        planes=planes,
-        plane_stride=plane_stride,
-        unit_bytes=unit,
+        regions=tuple(storages[base] for base in bases), num_blocks=num_blocks, groups=tuple(described)
     )
 
 
-def plan_templates(
-    geometry: KVGeometry, locals_: Sequence[Placement], remotes: Sequence[Placement]
-) -> list[dict[int, BlockTemplate]]:
-    """What each of our ranks reads from which producer rank; both in order of rank.
-
-    Raises ValueError if a rank holds other heads than it should, or the two sides hold different content.
-    """
-    for rank, remote in enumerate(remotes):
-        if remote.heads != (expected := geometry.local_heads(len(remotes), rank)):
-            raise ValueError(f"rank {rank} has heads {remote.heads}, not {expected}")
-    return [
-        {
-            remote_rank: BlockTemplate(local, remotes[remote_rank], heads)
-            for remote_rank, heads in sources(geometry, len(locals_), rank, len(remotes))
-        }
-        for rank, local in enumerate(locals_)
-    ]
+def _layers_of(views: Sequence[LayerView], bases: Sequence[int]) -> Layers:
+    first = views[0]
+    item = first.tensor.element_size()
+    shape, strides = list(first.tensor.shape), [stride * item for stride in first.tensor.stride()]
+    plane_stride = 0
+    if first.planes > 1:
+        plane_stride = strides.pop(1)
+        if shape.pop(1) != first.planes:
+            raise ValueError(f"{first.tensor.shape[1]} planes in the tensors, {first.planes} expected")
+    unit = item
+    for size, stride in zip(reversed(shape[2:]), reversed(strides[2:]), strict=True):
+        if size > 1 and stride != unit:
+            raise ValueError(f"the KV of a block and head is not contiguous: strides {first.tensor.stride()}")
+        unit *= size
+    if shape[1] != len(first.heads):
+        raise ValueError(f"{shape[1]} heads in the tensors, {len(first.heads)} expected")
+    return Layers(
+        names=tuple(view.name for view in views),
+        offsets=tuple(_virtual(view.tensor.data_ptr(), bases) for view in views),
+        block_stride=strides[0],
+        num_heads=len(first.heads),
+        heads_start=first.heads.start,
+        total_heads=first.total_heads,
+        head_stride=strides[1],
+        planes=first.planes,
+        plane_stride=plane_stride,
+        unit_bytes=unit,
+    )
 
 
 def _virtual(address: int, bases: Sequence[int]) -> int:

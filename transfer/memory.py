@@ -17,6 +17,7 @@ from kvferry.transfer.layout import (
     OFFSET_MASK,
     REGION_SHIFT,
     KVGeometry,
+    LayerView,
     Placement,
     SpanTable,
     placement_of,
@@ -67,24 +68,30 @@ def own_pool(pool: torch.Tensor, geometry: KVGeometry, tp_size: int, rank: int) 
     if tuple(pool.shape) != geometry.pool_shape(pool.shape[0], len(heads)):
         raise ValueError(f"pool of shape {tuple(pool.shape)} does not fit {geometry} with heads {heads}")
     # Per layer: block, K|V, head, token, dim.
-    layers = [pool[:, :, layer].transpose(1, 2) for layer in range(geometry.num_layers)]
+    tensors = [pool[:, :, layer].transpose(1, 2) for layer in range(geometry.num_layers)]
     if geometry.mla:
-        return KVPool((pool,), placement_of([layer[:, 0] for layer in layers], planes=1, heads=heads))
-    return KVPool((pool,), placement_of(layers, planes=2, heads=heads))
+        tensors = [tensor[:, 0] for tensor in tensors]
+    total_heads = 1 if geometry.mla else geometry.num_kv_heads
+    planes = 1 if geometry.mla else 2
+    layers = [
+        LayerView(number.to_bytes(2, "big"), tensor, planes, heads, total_heads)
+        for number, tensor in enumerate(tensors)
+    ]
+    return KVPool((pool,), placement_of([layers], pool.shape[0]))
 
 
-def pool_of_layers(layers: Sequence[torch.Tensor], *, planes: int, heads: range) -> KVPool:
-    """Another engine's pool, by its views of each layer (`layout.placement_of`).
+def pool_of_layers(groups: Sequence[Sequence[LayerView]], num_blocks: int) -> KVPool:
+    """Another engine's pool, by its views of each layer, group by group (`layout.placement_of`).
 
-    Each allocation that holds some of it is a region. Raises ValueError if a run of KV is not contiguous, or
-    layers differ.
+    Each allocation that holds some of it is a region. Raises ValueError if a run of KV is not contiguous.
     """
     import torch
 
-    placement = placement_of(layers, planes=planes, heads=heads)
-    storages = {layer.untyped_storage().data_ptr(): layer.untyped_storage() for layer in layers}
+    placement = placement_of(groups, num_blocks)
+    tensors = [view.tensor for group in groups for view in group]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
     regions = (
-        torch.empty(0, dtype=torch.uint8, device=layers[0].device).set_(storages[base])
+        torch.empty(0, dtype=torch.uint8, device=tensors[0].device).set_(storages[base])
         for base in sorted(storages)
     )
     return KVPool(tuple(regions), placement)

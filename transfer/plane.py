@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,6 +32,28 @@ class RemotePrompt(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int
     tp_size: int
     dp_rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRun:
+    """Blocks of one KV-cache group at consecutive positions of a prompt: `ids[i]` is at `first + i`.
+
+    A prompt's blocks are one run for each of the engine's groups. A run begins behind what its group does not
+    keep (tokens before a window), and in a pull behind what the reader has.
+    """
+
+    first: int
+    ids: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        """The position after the last."""
+        return self.first + len(self.ids)
+
+
+def one_group(block_ids: Sequence[int], first: int = 0) -> tuple[BlockRun]:
+    """A prompt's blocks from position `first` on, at an engine with one group."""
+    return (BlockRun(first, tuple(block_ids[first:])),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,7 @@ from kvferry.agent.engine.sequence import Request, Sequence
 from kvferry.agent.messages.requests import RemoteKV, SamplingParams, Token, TokenLogprob
 from kvferry.transfer.connector import SchedulerConnector
 from kvferry.transfer.events import NO_FAULT, LeaseEnded, PullDone, PullFailed
+from kvferry.transfer.plane import one_group
 from kvferry.transfer.sampled_tokens import SampledToken, SampledTokens
 
 
@@ -84,7 +85,9 @@ class TransferLedger:
         """
         request, blocks = sequence.request, list(sequence.blocks)
         transfer_id, ids = _produced(request), request.submit.prompt_ids
-        self._connector.register(transfer_id, blocks, len(ids), hash_prompt(ids), request.deadline - now)
+        self._connector.register(
+            transfer_id, one_group(blocks), len(ids), hash_prompt(ids), request.deadline - now
+        )
         self._allocator.lease(blocks)
         self._leases[transfer_id] = _LeasedPrompt(blocks, request)
         if sequence.num_remembered:
@@ -164,7 +167,8 @@ class TransferLedger:
         )
         sequence.blocks = []
         ids_hash = hash_prompt(request.submit.prompt_ids)
-        self._connector.pull(kv.transfer_id, kv.source, blocks, num_shared, timeout_s, ids_hash, fill_s)
+        missing = one_group(blocks, num_shared)
+        self._connector.pull(kv.transfer_id, kv.source, missing, timeout_s, ids_hash, fill_s)
 
     def abandon_pull(self, request: Request) -> None:
         """Cancel what is held or pulled for a request; blocks come back by the plane's event."""

@@ -19,11 +19,11 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from kvferry.agent.vllm.connector_scheduler import ConnectorMetadata, KvferryConnectorScheduler
 from kvferry.agent.vllm.connector_worker import KvferryConnectorWorker, RankFacts
+from kvferry.agent.vllm.kv_groups import RankShape, groups_of
 from kvferry.agent.vllm.plane_thread import PlaneThread
 from kvferry.agent.vllm.settings import check_served, read_settings, release_of, role_of
 from kvferry.agent.vllm.startup import start_connector_scheduler
 from kvferry.agent.vllm.stats import TransferMetrics, TransferStats
-from kvferry.transfer.layout import split_heads
 
 _FAILED_BY_REQUEST = hasattr(base.KVConnectorBase_V1, "get_transfer_results")
 """vLLM 0.30 and later; before, failures are reported by block."""
@@ -43,8 +43,16 @@ class KvferryConnectorMetadata(base.KVConnectorMetadata):
     step: ConnectorMetadata
 
 
-class KvferryConnector(base.KVConnectorBase_V1):
+_SEVERAL_GROUPS = (base.SupportsHMA,) if _FAILED_BY_REQUEST else ()
+"""Before 0.30 no load into several groups of KV caches can fail; without this, vLLM has layers with windows
+keep all of their tokens' KV, in one group."""
+
+
+class KvferryConnector(base.KVConnectorBase_V1, *_SEVERAL_GROUPS):  # type: ignore[misc]
     """See `KVConnectorBase_V1`, which says when each method is called. Raises `NotServed`."""
+
+    supports_divergent_local_hybrid_hits = True
+    """vLLM may find more of a prompt in one group's prefix cache than in another's."""
 
     def __init__(self, vllm_config: Any, role: base.KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -53,8 +61,9 @@ class KvferryConnector(base.KVConnectorBase_V1):
         transfer = vllm_config.kv_transfer_config
         self._settings = read_settings(transfer.kv_connector_extra_config or {})
         self._serving_role = role_of(transfer.kv_role)
-        check_served(vllm.__version__, vllm_config, len(kv_cache_config.kv_cache_groups))
-        self._num_blocks = kv_cache_config.num_blocks
+        check_served(vllm.__version__, vllm_config)
+        self._kv_caches = kv_cache_config
+        self._groups = groups_of(kv_cache_config)
         self._block_pool: Any = None
         self._plane: PlaneThread | None = None
         self._scheduler: KvferryConnectorScheduler | None = None
@@ -64,15 +73,15 @@ class KvferryConnector(base.KVConnectorBase_V1):
     # In a rank's process.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        rank, ranks = get_tensor_model_parallel_rank(), self._config.parallel_config.tensor_parallel_size
-        self._worker = KvferryConnectorWorker(
-            self._settings,
-            kv_caches,
-            rank=rank,
-            heads=split_heads(self._config.model_config.get_total_num_kv_heads(), ranks, rank),
-            num_blocks=self._num_blocks,
-            block_size=self._config.cache_config.block_size,
+        shape = RankShape(
+            tp_rank=get_tensor_model_parallel_rank(),
+            tp_size=self._config.parallel_config.tensor_parallel_size,
+            num_blocks=self._kv_caches.num_blocks,
+            model_heads=self._config.model_config.get_total_num_kv_heads(),
+            cache_dtype=self._config.cache_config.cache_dtype,
         )
+        groups = self._kv_caches.kv_cache_groups
+        self._worker = KvferryConnectorWorker(self._settings, kv_caches, groups, shape)
 
     def get_handshake_metadata(self) -> RankHandshake | None:
         return None if self._worker is None else RankHandshake(self._worker.facts)
@@ -128,6 +137,7 @@ class KvferryConnector(base.KVConnectorBase_V1):
             self._config,
             self._serving_role,
             [rank.facts for rank in ranks if isinstance(rank, RankHandshake)],
+            self._groups,
             version=vllm.__version__,
             free_blocks=self._free_blocks,
         )
@@ -142,7 +152,11 @@ class KvferryConnector(base.KVConnectorBase_V1):
         return self._started.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._started.update_state_after_alloc(request, blocks.get_block_ids()[0], num_external_tokens)
+        missing = [
+            [None if each.is_null or each.block_hash is not None else each.block_id for each in group]
+            for group in blocks.blocks
+        ]
+        self._started.update_state_after_alloc(request, missing, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KvferryConnectorMetadata:
         self._started.scheduled(scheduler_output.num_scheduled_tokens)
@@ -155,6 +169,11 @@ class KvferryConnector(base.KVConnectorBase_V1):
         connector_output.finished_recving = self._started.add_proven(connector_output.finished_recving)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self._started.request_finished(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         return self._started.request_finished(request, block_ids)
 
     def get_finished_count(self) -> int:
@@ -162,8 +181,8 @@ class KvferryConnector(base.KVConnectorBase_V1):
         return 1
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
-        """The only group: vLLM must not write zeros over blocks that are being fetched."""
-        return (0,)
+        """All: vLLM must not write zeros over blocks that are being fetched."""
+        return tuple(range(len(self._groups)))
 
     def reset_cache(self) -> bool | None:
         self._started.reset()

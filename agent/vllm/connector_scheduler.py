@@ -22,6 +22,7 @@ import numpy as np
 
 from kvferry.agent.announce.work_counts import WorkCounts
 from kvferry.agent.vllm.identity import adapter_of
+from kvferry.agent.vllm.kv_groups import KvGroup
 from kvferry.agent.vllm.params import (
     BadParams,
     DropPrompt,
@@ -37,7 +38,7 @@ from kvferry.common.hashing import Purpose, digest
 from kvferry.common.state_machine import transition, transitions
 from kvferry.proxy.wire.registration import Capacity, WorkReport
 from kvferry.transfer.events import LeaseEnded, PullDone, PullFailed, PullQuiescent
-from kvferry.transfer.plane import RemotePrompt
+from kvferry.transfer.plane import BlockRun, RemotePrompt
 
 _COMPUTED = frozenset({"FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"})
 """vLLM's names of how a request ends whose prompt was computed."""
@@ -51,7 +52,7 @@ class Plane(Protocol):
     control_port: int
 
     def register_lease(
-        self, transfer_id: str, block_ids: Sequence[int], num_tokens: int, ids_hash: str, limit_s: float
+        self, transfer_id: str, runs: Sequence[BlockRun], num_tokens: int, ids_hash: str, limit_s: float
     ) -> None: ...
 
     def drop(self, transfer_id: str) -> None: ...
@@ -62,8 +63,7 @@ class Plane(Protocol):
         self,
         transfer_id: str,
         remote: RemotePrompt,
-        block_ids: Sequence[int],
-        first_block: int,
+        runs: Sequence[BlockRun],
         timeout_s: float,
         ids_hash: str,
     ) -> None: ...
@@ -141,6 +141,7 @@ class KvferryConnectorScheduler:
     Args:
         incarnation: This engine's.
         host: At which other engines reach the plane's control channel.
+        groups: vLLM's KV-cache groups.
         lends, fetches: Whether the server's role has it lend prompts, or fetch them.
         continuable: Whether answers to prompts of text can go on from token ids alone.
         lease_limit_s: When a lease ends however often it is renewed.
@@ -158,7 +159,7 @@ class KvferryConnectorScheduler:
         incarnation: str,
         host: str,
         tp_size: int,
-        block_size: int,
+        groups: Sequence[KvGroup],
         lends: bool,
         fetches: bool,
         continuable: bool,
@@ -174,7 +175,8 @@ class KvferryConnectorScheduler:
         self._incarnation = incarnation
         self._host = host
         self._tp_size = tp_size
-        self._block_size = block_size
+        self._groups = tuple(groups)
+        self._keeps_all = all(group.keeps_all for group in groups)
         self._lends = lends
         self._fetches_prompts = fetches
         self._continuable = continuable
@@ -233,6 +235,8 @@ class KvferryConnectorScheduler:
                 self._plane.drop(task.transfer_id)
             case LendPrompt():
                 self._tasks[request.request_id] = task
+                if not (self._keeps_all or (task.first_token and self._is_continuable(request))):
+                    leave_last_token(request)
             case FetchPrompt():
                 self._tasks[request.request_id] = task
                 self._join(request.request_id, task)
@@ -282,18 +286,30 @@ class KvferryConnectorScheduler:
         if fetch.state is not FetchState.HELD:
             return 0, False
         missing = fetch.task.remote_num_tokens - num_computed
-        if missing > 0:
+        if missing > 0 and self._is_loadable(request, fetch.task):
             return missing, True
-        self._figures["cached"] += 1
+        if missing > 0:
+            self._figures["whole_prompts"] += 1
+            self._counts.recompute()
+        else:
+            self._figures["cached"] += 1
         self._plane.cancel(fetch.task.transfer_id)
         fetch.transition(FetchState.OVER)
         return 0, False
 
-    def update_state_after_alloc(self, request: Any, block_ids: Sequence[int], num_external: int) -> None:
+    def _is_loadable(self, request: Any, task: FetchPrompt) -> bool:
+        """vLLM computes the last token of a prompt again to draw the next. What a window or a state has kept
+        is for the token after the last that was loaded, so this must be the prompt's last one.
+        """
+        return self._keeps_all or task.remote_num_tokens < len(request.prompt_token_ids)
+
+    def update_state_after_alloc(
+        self, request: Any, blocks: Sequence[Sequence[int | None]], num_external: int
+    ) -> None:
         """Blocks were allocated: begin the pull, or note that the request runs.
 
         Args:
-            block_ids: All of the request's, those of a cached prefix in front.
+            blocks: All of the request's by group; None for those that hold what others may read, or nothing.
         """
         fetch = self._fetch_of(request.request_id)
         if fetch is None or fetch.owner != request.request_id:
@@ -307,18 +323,16 @@ class KvferryConnectorScheduler:
         if fetch.state is not FetchState.HELD:
             raise RuntimeError(f"{request.request_id}: blocks for a fetch that is {fetch.state.value}")
         num_tokens = fetch.task.remote_num_tokens
-        blocks = list(block_ids[: -(-num_tokens // self._block_size)])
-        first = (num_tokens - num_external) // self._block_size
+        runs = [group.missing(each, num_tokens) for group, each in zip(self._groups, blocks, strict=True)]
+        known = [run for run in runs if run is not None]
         fetch.transition(FetchState.PULLING)
-        fetch.blocks = tuple(blocks[first:])
-        self._plane.pull(
-            fetch.task.transfer_id,
-            fetch.task.source,
-            blocks,
-            first,
-            self._pull_timeout_s,
-            prompt_hash(request, num_tokens),
-        )
+        if len(known) < len(runs):
+            self._plane.cancel(fetch.task.transfer_id)
+            self._fail_pull(fetch, "mismatch")
+            return
+        fetch.blocks = tuple(block for run in known for block in run.ids)
+        ids_hash = prompt_hash(request, num_tokens)
+        self._plane.pull(fetch.task.transfer_id, fetch.task.source, known, self._pull_timeout_s, ids_hash)
 
     def scheduled(self, tokens: Mapping[str, int]) -> None:
         """Take the step that has just been scheduled: how many tokens of each request are in it."""
@@ -348,8 +362,10 @@ class KvferryConnectorScheduler:
 
     # Requests end.
 
-    def request_finished(self, request: Any, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Whether the blocks must stay, and the params of the response."""
+    def request_finished(
+        self, request: Any, block_ids: Sequence[Sequence[int]]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Whether the blocks, which are given by group, must stay, and the params of the response."""
         self.requests -= 1
         self._meter.ended(request.request_id)
         task = self._tasks.pop(request.request_id, None)
@@ -370,13 +386,21 @@ class KvferryConnectorScheduler:
             self._plane.drop(transfer_id)
 
     def _lend(
-        self, request: Any, task: LendPrompt, block_ids: Sequence[int]
+        self, request: Any, task: LendPrompt, block_ids: Sequence[Sequence[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Lease the prompt's blocks; of several requests with one transfer id, those of the first to end."""
+        """Lease the prompt's blocks; of several requests with one transfer id, those of the first to end.
+
+        Not where what is left is not for the token after the prompt.
+        """
         lent = self._lent.get(task.transfer_id)
         if lent is not None:
             return False, lent.params
         num_tokens = len(request.prompt_token_ids)
+        runs = [group.leased(ids, num_tokens) for group, ids in zip(self._groups, block_ids, strict=True)]
+        known = [run for run in runs if run is not None]
+        if len(known) < len(runs) or not (self._keeps_all or request.num_computed_tokens == num_tokens):
+            self._figures["not_lent"] += 1
+            return False, None
         params = lent_params(
             transfer_id=task.transfer_id,
             engine_id=self._incarnation,
@@ -384,15 +408,19 @@ class KvferryConnectorScheduler:
             port=self._plane.control_port,
             num_tokens=num_tokens,
             tp_size=self._tp_size,
-            # The ids of an image's place say nothing of the image.
-            continuable=self._continuable and not getattr(request, "mm_features", None),
+            continuable=self._is_continuable(request),
         )
-        blocks = list(block_ids[: -(-num_tokens // self._block_size)])
-        self._lent[task.transfer_id] = _Lent(request.request_id, tuple(blocks), params)
+        blocks = tuple(block for run in known for block in run.ids)
+        self._lent[task.transfer_id] = _Lent(request.request_id, blocks, params)
         self._leases_of.update(blocks)
         ids_hash = prompt_hash(request, num_tokens)
-        self._plane.register_lease(task.transfer_id, blocks, num_tokens, ids_hash, self._lease_limit_s)
+        self._plane.register_lease(task.transfer_id, known, num_tokens, ids_hash, self._lease_limit_s)
         return True, params
+
+    def _is_continuable(self, request: Any) -> bool:
+        """Whether a decode server can go on after our token, by its id."""
+        # The ids of an image's place say nothing of the image.
+        return self._continuable and not getattr(request, "mm_features", None)
 
     def _leave(self, request_id: str, task: FetchPrompt) -> None:
         fetch = self._fetches[task.transfer_id]
@@ -453,16 +481,19 @@ class KvferryConnectorScheduler:
         fetch = self._fetches.get(event.transfer_id)
         if fetch is None or fetch.state is not FetchState.PULLING:
             return
-        fetch.failure = event.reason
-        self._figures[f"failed_transfers:{event.reason}"] += 1
         if event.reason != "cancelled":  # by a client that left
             self._counts.pull_failed(fetch.task.remote_engine_id, event)
+        self._fail_pull(fetch, event.reason, quiescent=event.quiescent)
+
+    def _fail_pull(self, fetch: _Fetch, reason: str, *, quiescent: bool = True) -> None:
+        fetch.failure = reason
+        self._figures[f"failed_transfers:{reason}"] += 1
         if not fetch.is_abandoned:
             self._figures["recomputed"] += 1
             self._counts.recompute()
-            log.info("request %s: its KV cannot be used: %s", fetch.owner, event.reason)
-        if event.quiescent:
-            self._pull_over(event.transfer_id)
+            log.info("request %s: its KV cannot be used: %s", fetch.owner, reason)
+        if quiescent:
+            self._pull_over(fetch.task.transfer_id)
 
     def _pull_over(self, transfer_id: str) -> None:
         """Nothing writes to the blocks any more."""
@@ -491,6 +522,26 @@ def prompt_hash(request: Any, num_tokens: int) -> str:
     adapter = "" if lora is None else adapter_of(lora.lora_name, lora.lora_path)
     features = (each.identifier for each in getattr(request, "mm_features", None) or ())
     return digest(Purpose.VLLM_PROMPT, ids, adapter, *features, size=16).hex()
+
+
+def leave_last_token(request: Any) -> None:
+    """Have vLLM compute a prompt but for its last token, which the decode server computes (H1 of
+    docs/sources.md#vllm): with a window or a state, nothing else can be gone on from.
+
+    Not where that cannot be: such a prompt is computed by the decode server.
+    """
+    last = request.num_prompt_tokens - 1
+    features = getattr(request, "mm_features", None) or ()
+    if (
+        last < 1
+        or request.get_skip_reading_prefix_cache()  # say for the prompt's logprobs
+        or any(each.mm_position.offset + each.mm_position.length > last for each in features)
+    ):
+        return
+    del request.prompt_token_ids[last:]
+    del request._all_token_ids[last:]
+    request.num_prompt_tokens = last
+    request.max_tokens = 1  # what follows would be another prompt's
 
 
 def _has_ids(request: Any) -> bool:

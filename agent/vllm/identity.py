@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
 from kvferry.agent.checkpoint import weights_fingerprint
-from kvferry.agent.vllm.settings import NotServed
 from kvferry.common.hashing import Purpose, digest
 from kvferry.transfer.layout import ITEM_BYTES, DType, KVGeometry
 
@@ -30,30 +30,41 @@ _OF_THE_OUTPUT = frozenset({"max_tokens", "presence_penalty", "frequency_penalty
 """vLLM's names of sampling defaults that count tokens of the output."""
 
 
-def geometry_of(config: Any, *, dtype: str, num_layers: int, head_dim: int, content: str) -> KVGeometry:
-    """The KV's shape over all ranks (`config` is a `VllmConfig`). Raises `NotServed`.
+def geometry_of(config: Any, *, layers: Collection[str], content: str) -> KVGeometry:
+    """The KV's shape over all ranks (`config` is a `VllmConfig`).
 
     Args:
-        dtype: The KV's, as torch names it.
-        content: How K and V lie within the run of one block, head and layer; equal texts mean equal orders.
+        layers: What each layer of the model holds (`RankFacts.layers`).
+        content: What else decides how KV lies within a layer's page; equal texts mean equal orders.
     """
-    if dtype not in ITEM_BYTES:
-        raise NotServed(f"a KV cache of {dtype} is not served yet")
     model = config.model_config
+    plain = {"auto": str(model.dtype).removeprefix("torch.")} | {name: name for name in ITEM_BYTES}
     return KVGeometry(
-        num_layers=num_layers,
+        num_layers=len(layers),
         num_kv_heads=model.get_total_num_kv_heads(),
-        head_dim=head_dim,
-        dtype=cast(DType, dtype),
+        head_dim=model.get_head_size(),
+        dtype=cast(DType, plain.get(config.cache_config.cache_dtype, "uint8")),
         block_size=config.cache_config.block_size,
         rope=f"config {_config_digest(model)}",
-        order=content,
+        order=_digest(Purpose.VLLM_LAYERS, content, *sorted(layers)),
     )
 
 
 def weights_of(config: Any) -> str:
     """16 hex digits: equal for equal weights of a local checkpoint; else of its name and revision."""
-    model, load = config.model_config, config.load_config
+    drafts = _drafts_of(config.speculative_config, config.load_config)
+    return _digest(Purpose.VLLM_WEIGHTS, _weights_of(config.model_config, config.load_config), *drafts)
+
+
+def _drafts_of(speculative: Any, load: Any) -> tuple[str, ...]:
+    """What decides a draft model's KV; nothing of a method that has no model."""
+    model = getattr(speculative, "draft_model_config", None)
+    if model is None:
+        return ()
+    return str(speculative.method), _weights_of(model, speculative.draft_load_config or load)
+
+
+def _weights_of(model: Any, load: Any) -> str:
     # What the weights become when they are loaded.
     loaded = f"{model.quantization} {model.dtype}"
     directory = Path(model.model)

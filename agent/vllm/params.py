@@ -26,9 +26,13 @@ class BadParams(ValueError):
 
 
 class LendPrompt(msgspec.Struct, frozen=True, kw_only=True):
-    """A prefill leg: keep the prompt's KV for a reader."""
+    """A prefill leg: keep the prompt's KV for a reader.
+
+    `first_token`: the reader goes on after the token that is sampled here.
+    """
 
     transfer_id: _TransferId
+    first_token: bool = False
 
 
 class FetchPrompt(msgspec.Struct, frozen=True, kw_only=True):

@@ -24,7 +24,7 @@ import zmq
 from kvferry.transfer.connector import SchedulerConnector
 from kvferry.transfer.events import PlaneEvent, PullFailed
 from kvferry.transfer.ids import DuplicateTransfer
-from kvferry.transfer.plane import PlaneConfig, RemotePrompt
+from kvferry.transfer.plane import BlockRun, PlaneConfig, RemotePrompt
 
 _CLOSE_S = 5.0
 _PARENT_POLL_S = 0.25
@@ -98,7 +98,7 @@ class PlaneThread:
     # Producer.
 
     def register_lease(
-        self, transfer_id: str, block_ids: Sequence[int], num_tokens: int, ids_hash: str, limit_s: float
+        self, transfer_id: str, runs: Sequence[BlockRun], num_tokens: int, ids_hash: str, limit_s: float
     ) -> None:
         """Lease a prompt's blocks, which are computed on every rank, for at most `limit_s` seconds.
 
@@ -107,7 +107,7 @@ class PlaneThread:
 
         def call(plane: SchedulerConnector) -> None:
             try:
-                plane.register(transfer_id, block_ids, num_tokens, ids_hash, limit_s)
+                plane.register(transfer_id, runs, num_tokens, ids_hash, limit_s)
             except DuplicateTransfer:
                 self._events.append(LeaseRefused(transfer_id=transfer_id))
             else:
@@ -136,8 +136,7 @@ class PlaneThread:
         self,
         transfer_id: str,
         remote: RemotePrompt,
-        block_ids: Sequence[int],
-        first_block: int,
+        runs: Sequence[BlockRun],
         timeout_s: float,
         ids_hash: str,
     ) -> None:
@@ -145,7 +144,7 @@ class PlaneThread:
 
         def call(plane: SchedulerConnector) -> None:
             try:
-                plane.pull(transfer_id, remote, block_ids, first_block, timeout_s, ids_hash)
+                plane.pull(transfer_id, remote, runs, timeout_s, ids_hash)
             except DuplicateTransfer:
                 failed = PullFailed(transfer_id=transfer_id, reason="cancelled", quiescent=True)
                 self._events.append(failed)

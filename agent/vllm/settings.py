@@ -16,6 +16,7 @@ from kvferry.proxy.wire.registration import Role
 
 _Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 _OLDEST, _NEWEST = (0, 24), (0, 33)
+_HYBRIDS_SINCE = (0, 30)
 MAX_PROXIES = 64
 VllmTransfer = Literal["tcp", "nixl", "cuda_ipc"]
 """Those of the backends (`transfer.options`) that were tried in vLLM."""
@@ -118,7 +119,7 @@ def check_version(version: str) -> None:
         raise NotServed(f"vLLM {version} is outside of the served range {served}")
 
 
-def check_served(version: str, config: Any, num_kv_groups: int) -> None:
+def check_served(version: str, config: Any) -> None:
     """Raise `NotServed` for a configuration (`VllmConfig`) under which a request could go wrong, or that was
     never tried.
     """
@@ -135,18 +136,9 @@ def check_served(version: str, config: Any, num_kv_groups: int) -> None:
             raise NotServed(f"{name} must be 1, got {getattr(parallel, name)}")
     if str(getattr(parallel, "distributed_executor_backend", "")) == "ray":
         raise NotServed("distributed_executor_backend must not be ray: an engine's ranks must be on one host")
-    if config.speculative_config is not None:
-        raise NotServed("speculative_config is not served")
     if getattr(model, "enable_sleep_mode", False):
         raise NotServed("enable_sleep_mode is not served: KV of other weights must not be proven right")
-    if getattr(model, "use_mla", False):
-        raise NotServed(f"{model.model}: models with multi-head latent attention (MLA) are not served yet")
     if getattr(cache, "calculate_kv_scales", False):
         raise NotServed("calculate_kv_scales is not served: two servers would not agree on them")
-    if cache.cache_dtype not in ("auto", "float32", "float16", "bfloat16"):
-        raise NotServed(f"kv_cache_dtype {cache.cache_dtype} is not served yet")
-    if num_kv_groups != 1:
-        raise NotServed(
-            f"{model.model} has {num_kv_groups} groups of KV caches (a hybrid model), which is not served: "
-            "only models of which all layers keep the same KV are"
-        )
+    if release_of(version) < _HYBRIDS_SINCE and getattr(model, "is_hybrid", False):
+        raise NotServed(f"{model.model} keeps states (a hybrid model), which is served from vLLM 0.30 on")

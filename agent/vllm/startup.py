@@ -15,6 +15,7 @@ from kvferry.agent.ids import host_id, mint_incarnation
 from kvferry.agent.vllm.connector_scheduler import KvferryConnectorScheduler
 from kvferry.agent.vllm.connector_worker import RankFacts
 from kvferry.agent.vllm.identity import geometry_of, is_continuable, tokenizer_of, weights_of
+from kvferry.agent.vllm.kv_groups import KvGroup
 from kvferry.agent.vllm.plane_thread import PlaneThread, api_process
 from kvferry.agent.vllm.settings import ConnectorSettings
 from kvferry.common.curve import ClusterKey
@@ -30,6 +31,7 @@ def start_connector_scheduler(
     config: Any,
     role: Role,
     ranks: Sequence[RankFacts],
+    groups: Sequence[KvGroup],
     *,
     version: str,
     free_blocks: Callable[[], int],
@@ -39,6 +41,7 @@ def start_connector_scheduler(
     Args:
         config: vLLM's `VllmConfig`.
         ranks: In order of rank.
+        groups: The KV-cache groups.
         version: vLLM's.
 
     Raises `NotServed`, TimeoutError, and what `SchedulerConnector.start` raises.
@@ -46,11 +49,9 @@ def start_connector_scheduler(
     first = ranks[0]
     geometry = geometry_of(
         config,
-        dtype=first.dtype,
-        num_layers=first.num_layers,
-        head_dim=first.head_dim,
+        layers={layer for rank in ranks for layer in rank.layers},
         # A server has one backend, so that two with different ones have nothing in common.
-        content=f"vllm {version} {_kernels()}: {first.layer_names}, {first.order}, {settings.transfer}",
+        content=f"vllm {version} {_kernels()}: {settings.transfer}",
     )
     server = Server(
         dialect=_DIALECT,
@@ -91,7 +92,7 @@ def start_connector_scheduler(
         incarnation=server.incarnation,
         host=settings.advertised_host,
         tp_size=len(ranks),
-        block_size=config.cache_config.block_size,
+        groups=groups,
         lends=role != "decode",
         fetches=role != "prefill",
         continuable=is_continuable(config),

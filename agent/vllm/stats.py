@@ -15,6 +15,9 @@ _PLAIN = {
     "transfer_bytes": "Bytes of KV fetched.",
     "transfer_seconds": "Seconds spent on fetching, the proof included.",
     "recomputed": "Prompts computed here because their KV could not be fetched or proven.",
+    "whole_prompts": "Prompts computed here because a model with windows or states cannot go on from all "
+    "of a prompt, which is what was lent.",
+    "not_lent": "Prompts that were asked for, but whose KV could not be lent.",
     "cached": "Prompts that were in the local prefix cache whole, so that nothing was fetched.",
     "bad_params": "Requests with kv_transfer_params that could not be used.",
 }

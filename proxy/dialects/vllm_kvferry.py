@@ -145,8 +145,9 @@ class VllmKvferry(vllm.VllmDialect):
 
     def prefill_leg(self, sub: SubRequest, endpoints: Endpoints) -> LegRequest:
         """One choice for one token, whatever n is."""
-        params = vllm.HAND_OVER | {"transfer_id": sub.transfer_id}
-        make = vllm.opening_body if self.may_continue(sub) else vllm.prefill_body
+        shows_first = self.may_continue(sub)
+        params = vllm.HAND_OVER | {"transfer_id": sub.transfer_id, "first_token": shows_first}
+        make = vllm.opening_body if shows_first else vllm.prefill_body
         return make_leg(sub, endpoints.prefill_rank, make(sub, params))
 
     def read_prefill(self, sub: SubRequest, raw: bytes) -> Prefilled:

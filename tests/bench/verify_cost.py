@@ -19,6 +19,7 @@ from kvferry.transfer.engine import usable
 from kvferry.transfer.events import PullDone
 from kvferry.transfer.layout import KVGeometry
 from kvferry.transfer.memory import own_pool
+from kvferry.transfer.plane import one_group
 from tests.unit.transfer.rig import NUM_BLOCKS, Agent
 
 GEOMETRY = KVGeometry(
@@ -51,7 +52,7 @@ async def pull_ms(transfer: str) -> tuple[float, float]:
             transfer_id = prefill.lend(BLOCKS, tokens)
             await asyncio.sleep(0.05)  # the producer's own sums; between requests here, not part of the pull
             before = decode.plane.stats().verify_seconds
-            decode.plane.pull(transfer_id, prefill.remote(tokens), list(reversed(BLOCKS)), 0, 10.0)
+            decode.plane.pull(transfer_id, prefill.remote(tokens), one_group(list(reversed(BLOCKS))), 10.0)
             done = await decode.event(PullDone)
             rounds.append((done.pull_s * 1000, (decode.plane.stats().verify_seconds - before) * 1000))
     return min(rounds)

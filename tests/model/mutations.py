@@ -183,8 +183,8 @@ MUTATIONS = (
     Mutation(
         sentence="Only the last chunk is verified.",
         module="pull",
-        old="self._checksums += grant.checksums[skip:]",
-        new="self._checksums = grant.checksums[skip:]",
+        old="self._checksums += grant.checksums[low - begin : high - begin]",
+        new="self._checksums = grant.checksums[low - begin : high - begin]",
         world="one reader that verifies",
     ),
     Mutation(
@@ -221,8 +221,8 @@ MUTATIONS = (
     Mutation(
         sentence="Chunks land in the wrong places of the prompt.",
         module="pull",
-        old="local = self._blocks[self._known + skip :",
-        new="local = self._blocks[skip :",
+        old="local = run.ids[low - skipped : high - skipped]",
+        new="local = run.ids[: high - low]",
     ),
     Mutation(
         sentence="One good rank makes the whole good.",

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
+from kvferry.transfer.plane import one_group
 from tests.model.machines import Handle, Machines
 from tests.model.world import (
     BLOCKS,
@@ -188,7 +189,7 @@ class Protocol:
         world = self._prompt(world, request, phase=Phase.FILLING, pinned=True, limit=limit, until=limit)
         ids = blocks_of(request)
         world = self._table(
-            world, "register", world.now, transfer_id(request), ids, TOKENS, _HASH, REQUEST_S
+            world, "register", world.now, transfer_id(request), one_group(ids), TOKENS, _HASH, REQUEST_S
         )[0]
         if dropped and self._remembers_all:
             must(not world.prompts[request].pinned, "I2: what was dropped before it began is freed at once")
@@ -268,7 +269,7 @@ class Protocol:
             hashes = hashes_of(world.pulls[index].request)
             world = self._pull(world, index, "start_prefix", 0.0, _destination(index), hashes, _BLOCK_SIZE)
         else:
-            world = self._pull(world, index, "start", 0.0, _destination(index), 0, _HASH)
+            world = self._pull(world, index, "start", 0.0, one_group(_destination(index)), _HASH)
         return self._pull(world, index, "connected", "tcp")
 
     def renew(self, world: World, index: int) -> World:
@@ -581,10 +582,11 @@ class Protocol:
     def _begin_read(self, world: World, index: int, read: Any) -> World:
         pull = world.pulls[index]
         places = dict(zip(blocks_of(pull.request), _destination(index), strict=True))
-        wanted = tuple(places[block] for block in read.remote_blocks)
-        must(read.local_blocks == wanted, "I1: every block goes to its own place")
+        (group,) = read.groups
+        wanted = tuple(places[block] for block in group.remote_blocks)
+        must(group.local_blocks == wanted, "I1: every block goes to its own place")
         world, _ = self._ranks(world, pull, "expect", _key(pull, read.seq))
-        upto = 1 + blocks_of(pull.request).index(read.remote_blocks[-1])
+        upto = 1 + blocks_of(pull.request).index(group.remote_blocks[-1])
         begun = tuple(RankRead(read.seq, rank, upto) for rank in range(self._bounds.ranks))
         return self._reading(world, index, reads=pull.reads + begun)
 
@@ -658,7 +660,9 @@ class Protocol:
             return
         self._no_second.add((table, request))
         try:
-            self._machines.call(table, "register", 0, transfer_id(request), (1,), 4, _HASH, REQUEST_S)
+            self._machines.call(
+                table, "register", 0, transfer_id(request), one_group((1,)), 4, _HASH, REQUEST_S
+            )
         except self._machines.lease.DuplicateTransfer:
             return
         raise Violation("I7: a second lease for the same transfer")

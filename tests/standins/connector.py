@@ -16,13 +16,14 @@ from kvferry.transfer.events import (
     PullQuiescent,
 )
 from kvferry.transfer.ids import DuplicateTransfer
-from kvferry.transfer.plane import RemotePrompt
+from kvferry.transfer.plane import BlockRun, RemotePrompt
 from kvferry.transfer.sampled_tokens import SampledTokens
 
 
 @dataclass(slots=True)
 class StandInPull:
     block_ids: tuple[int, ...]
+    """By position; -1 for those before `first_block`."""
     first_block: int
     timeout_s: float
     fill_s: float = 0.0
@@ -64,8 +65,11 @@ class StandInConnector:
     # Calls of the scheduler.
 
     def register(
-        self, transfer_id: str, block_ids: Sequence[int], num_tokens: int, ids_hash: str, timeout_s: float
+        self, transfer_id: str, runs: Sequence[BlockRun], num_tokens: int, ids_hash: str, timeout_s: float
     ) -> None:
+        (run,) = runs
+        block_ids = run.ids
+        assert run.first == 0
         if transfer_id in self._used:
             raise DuplicateTransfer(transfer_id)
         assert block_ids and num_tokens > 0 and timeout_s > 0
@@ -124,16 +128,16 @@ class StandInConnector:
         self,
         transfer_id: str,
         remote: RemotePrompt,
-        block_ids: Sequence[int],
-        first_block: int,
+        runs: Sequence[BlockRun],
         timeout_s: float,
         ids_hash: str | None = None,
         fill_s: float = 0.0,
     ) -> None:
         self.holds.remove(transfer_id)
-        assert 0 <= first_block < len(block_ids) and ids_hash
+        (run,) = runs
+        assert run.ids and ids_hash
         assert timeout_s > 0 and fill_s >= 0
-        self.pulls[transfer_id] = StandInPull(tuple(block_ids), first_block, timeout_s, fill_s)
+        self.pulls[transfer_id] = StandInPull((-1,) * run.first + run.ids, run.first, timeout_s, fill_s)
 
     def pull_prefix(
         self,

@@ -32,7 +32,7 @@ class Status(enum.Enum):
         return self.name.startswith("FINISHED")
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)
 class VllmRequest:
     """What a connector reads of vLLM's request, and what the scheduler keeps of it."""
 
@@ -47,6 +47,12 @@ class VllmRequest:
     status: Status = Status.WAITING
     num_computed_tokens: int = 0
     blocks: list[int] = field(default_factory=list)
+    """Of the first KV-cache group, by position; 0 for what is not kept."""
+    others: list[list[int]] = field(default_factory=list)
+    """Of the other groups."""
+    max_tokens: int = 1
+    num_prompt_tokens: int = 0
+    skips_cache: bool = False
     params: dict[str, Any] | None = None
     """What the connector gave for the response."""
     is_delayed: bool = False
@@ -55,23 +61,41 @@ class VllmRequest:
     loaded: bool = False
     failed: bool = False
 
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.prompt_token_ids or ())
+        self._all_token_ids = list(self.prompt_token_ids or ())
+
+    def get_skip_reading_prefix_cache(self) -> bool:
+        return self.skips_cache
+
     @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.prompt_token_ids or ())
+    def groups(self) -> list[list[int]]:
+        return [self.blocks, *self.others]
+
+    @property
+    def held(self) -> list[int]:
+        """The blocks of all groups."""
+        return [block for group in self.groups for block in group if block]
 
 
 class VllmScheduler:
-    """Call `step` until nothing changes. `fails`: the policy for loads that failed is "fail"."""
+    """Call `step` until nothing changes. `specs` are of the KV-cache groups (`tests.standins.vllm_specs`);
+    `fails`: the policy for loads that failed is "fail".
+    """
 
     def __init__(
-        self, scheduler: KvferryConnectorScheduler, num_blocks: int, block_size: int, *, fails: bool = False
+        self,
+        scheduler: KvferryConnectorScheduler,
+        num_blocks: int,
+        *specs: Any,
+        fails: bool = False,
     ) -> None:
         self._scheduler = scheduler
         self.while_it_runs: Callable[[], object] = lambda: None
         """What happens elsewhere between a step's scheduling and its report."""
-        self._block_size = block_size
+        self._specs = specs
         self._fails = fails
-        self.free: list[int] = list(range(num_blocks))
+        self.free: list[int] = list(range(1, num_blocks))
         self._num_blocks = num_blocks
         self.requests: dict[str, VllmRequest] = {}
         self._waiting: deque[VllmRequest] = deque()
@@ -94,6 +118,7 @@ class VllmScheduler:
         metadata = self._scheduler.build_metadata(len(tokens))
         for request_id, count in tokens.items():
             self.requests[request_id].num_computed_tokens += count
+            self._skip(self.requests[request_id])
         self.while_it_runs()
         report = replace(metadata, received=set(metadata.received))
         if (
@@ -114,15 +139,15 @@ class VllmScheduler:
             request.ended_in_transfer = delayed
             self._received.discard(request.request_id)
         request.status = status
-        must_stay, request.params = self._scheduler.request_finished(request, request.blocks)
+        must_stay, request.params = self._scheduler.request_finished(request, request.groups)
         request.is_delayed = must_stay or delayed
         if not request.is_delayed:
             self._free(request)
 
     def check_integrity(self) -> None:
         """Every block is free or some request's, once; nothing is left of requests that have ended."""
-        used = [block for request in self.requests.values() for block in request.blocks]
-        assert sorted([*used, *self.free]) == list(range(self._num_blocks))
+        used = [block for request in self.requests.values() for block in request.held]
+        assert sorted([*used, *self.free]) == list(range(1, self._num_blocks)), "0 is vLLM's null block"
 
     # What vLLM does.
 
@@ -150,11 +175,24 @@ class VllmScheduler:
             assert loads == (external > 0), "tokens that are fetched come later, and only those do"
             assert request.cached + external <= len(request.prompt_token_ids)
         if not request.blocks:
-            count = -(-len(request.prompt_token_ids) // self._block_size)
-            if count > len(self.free):
+            # Of what is loaded, only what is kept has a block.
+            held = request.cached + external
+            firsts = [spec.first_kept(held) if external else 0 for spec in self._specs]
+            ends = [-(-len(request.prompt_token_ids) // spec.block_size) for spec in self._specs]
+            if sum(end - first for first, end in zip(firsts, ends, strict=True)) > len(self.free):
                 return
-            request.blocks = [self.free.pop() for _ in range(count)]
-        self._scheduler.update_state_after_alloc(request, request.blocks, external)
+            request.blocks, *request.others = [
+                [0] * first + [self.free.pop() for _ in range(first, end)]
+                for first, end in zip(firsts, ends, strict=True)
+            ]
+        missing = [
+            [
+                block if block and at >= request.cached // spec.block_size else None
+                for at, block in enumerate(group)
+            ]
+            for group, spec in zip(request.groups, self._specs, strict=True)
+        ]
+        self._scheduler.update_state_after_alloc(request, missing, external)
         if loads:
             request.status = Status.WAITING_FOR_REMOTE_KVS
             request.num_computed_tokens = request.cached + external
@@ -171,8 +209,7 @@ class VllmScheduler:
         if request.failed:
             request.failed = False
             request.num_computed_tokens = 0
-            self.free += request.blocks
-            request.blocks = []
+            self._give_back(request)
         else:
             assert request.prompt_token_ids is not None
             request.loaded = True
@@ -181,7 +218,7 @@ class VllmScheduler:
     def _act(self, metadata: ConnectorMetadata) -> None:
         assert metadata.failed <= metadata.received, "a failed request is received too"
         failed = [self.requests[request_id] for request_id in metadata.failed]
-        theirs = {block for request in failed for block in request.blocks}
+        theirs = {block for request in failed for block in request.held}
         assert metadata.failed_blocks <= theirs, "another request's blocks"
         for request in failed:
             request.failed = request.status is Status.WAITING_FOR_REMOTE_KVS
@@ -202,10 +239,21 @@ class VllmScheduler:
             assert request.is_delayed and not request.ended_in_transfer, "its blocks are not the connector's"
             self._free(request)
 
+    def _give_back(self, request: VllmRequest) -> None:
+        self.free += request.held
+        request.blocks, request.others = [], []
+
+    def _skip(self, request: VllmRequest) -> None:
+        """Give back what a group does not keep of the tokens that are computed."""
+        for spec, group in zip(self._specs, request.groups, strict=True):
+            for position in range(min(spec.first_kept(request.num_computed_tokens), len(group))):
+                if group[position]:
+                    self.free.append(group[position])
+                    group[position] = 0
+
     def _free(self, request: VllmRequest) -> None:
         assert request.status.is_finished
-        self.free += request.blocks
-        request.blocks = []
+        self._give_back(request)
         del self.requests[request.request_id]
 
 

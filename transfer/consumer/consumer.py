@@ -32,7 +32,7 @@ from kvferry.transfer.consumer.rebuild import Rebuilder
 from kvferry.transfer.control import messages as wire
 from kvferry.transfer.events import NO_FAULT, PullDone, PullFailed, PullQuiescent, PullTimes
 from kvferry.transfer.ids import DuplicateTransfer, TransferId
-from kvferry.transfer.plane import RENEWALS, PlaneConfig, RemotePrompt
+from kvferry.transfer.plane import RENEWALS, BlockRun, PlaneConfig, RemotePrompt
 from kvferry.transfer.ranks.aggregate import Outcome
 from kvferry.transfer.ranks.group import RankGroup
 from kvferry.transfer.ranks.messages import CancelRead
@@ -172,8 +172,7 @@ class Consumer:
         self,
         transfer_id: TransferId,
         remote: RemotePrompt,
-        block_ids: Sequence[int],
-        first_block: int,
+        runs: Sequence[BlockRun],
         timeout_s: float,
         ids_hash: str | None,
         fill_s: float,
@@ -185,7 +184,7 @@ class Consumer:
             self._set_deadline(entry, fill_s + timeout_s)
         entry.move_s = timeout_s
         self._schedule_renewal()
-        self._perform(entry, entry.pull.start(time.monotonic(), block_ids, first_block, ids_hash))
+        self._perform(entry, entry.pull.start(time.monotonic(), runs, ids_hash))
 
     def pull_prefix(
         self,
@@ -392,9 +391,7 @@ class Consumer:
         if entry.link is None:
             raise RuntimeError(f"{entry.pull!r} reads without a link")
         timeout_s = max(min(entry.deadline - time.monotonic(), entry.move_s), 0.0)
-        entry.link.read(
-            entry.pull.transfer_id, effect.seq, effect.local_blocks, effect.remote_blocks, timeout_s
-        )
+        entry.link.read(entry.pull.transfer_id, effect.seq, effect.groups, timeout_s)
 
     def _verify(self, entry: _PullEntry, effect: Verify) -> None:
         if entry.link is None:

@@ -18,11 +18,12 @@ import zmq
 from kvferry.common.curve import ClusterKey
 from kvferry.common.state_machine import transition, transitions
 from kvferry.transfer.checksum import SumTable, first_mismatch, split_rows
+from kvferry.transfer.consumer.pull import GroupRead
 from kvferry.transfer.control import messages as wire
 from kvferry.transfer.control.endpoints import ControlClient
 from kvferry.transfer.control.messages import VERSIONS, Grant
 from kvferry.transfer.ids import TransferId
-from kvferry.transfer.layout import BlockTemplate, num_columns, pair_blocks, plan_templates, source_columns
+from kvferry.transfer.layout import ReadPlan, num_columns, pair_blocks, plan_reads, source_columns
 from kvferry.transfer.net import resolve
 from kvferry.transfer.plane import PlaneConfig, RemotePrompt
 from kvferry.transfer.ranks.aggregate import Outcome
@@ -115,8 +116,8 @@ class Link:
         self._dialling: asyncio.Task[None] | None = None
         self._offer: tuple[str, ...] = ranks.transfers
         self._deadline: asyncio.TimerHandle | None = None
-        self._templates: list[dict[int, BlockTemplate]] = []
-        """By our rank and theirs; a pull's spans are made of them."""
+        self._plans: list[ReadPlan] = []
+        """By our rank; a pull's spans are made of them."""
 
     def __repr__(self) -> str:
         return f"<Link {self.number} to {self.source} {self.state.value}>"
@@ -244,31 +245,36 @@ class Link:
             ids_hash=opened.ids_hash,
             checksums=checksums,
             first_tokens=opened.first_tokens,
+            groups=opened.groups,
         )
 
     def read(
         self,
         transfer_id: TransferId,
         seq: int,
-        local_blocks: Sequence[int],
-        remote_blocks: Sequence[int],
+        reads: Sequence[GroupRead],
         timeout_s: float,
     ) -> None:
         """Have every rank read its part of the producer's blocks; comes to one `RankEvents.read_ended`."""
-        blocks = pair_blocks(local_blocks, remote_blocks)
-        commands = []
-        for templates in self._templates:
-            command = Read(
+        blocks = {each.group: pair_blocks(each.local_blocks, each.remote_blocks) for each in reads}
+        commands = [
+            Read(
                 link=self.number,
                 transfer_id=transfer_id,
                 seq=seq,
                 spans={
-                    remote_rank: pack_spans(template.spans(blocks))
-                    for remote_rank, template in templates.items()
+                    remote_rank: pack_spans(tables)
+                    for remote_rank, templates in plan.items()
+                    if (
+                        tables := [
+                            templates[group].spans(blocks[group]) for group in templates.keys() & blocks
+                        ]
+                    )
                 },
                 timeout_s=timeout_s,
             )
-            commands.append(command)
+            for plan in self._plans
+        ]
         self._ranks.read(transfer_id, seq, commands)
 
     def verify(
@@ -344,7 +350,7 @@ class Link:
 
     def _accepted(self, response: wire.HelloOk) -> None:
         try:
-            self._templates = self._plan(response)
+            self._plans = self._plan(response)
         except ValueError as error:
             self.refusal = str(error)
             self.lose("refused", str(error))
@@ -367,17 +373,16 @@ class Link:
             )
         )
 
-    def _plan(self, response: wire.HelloOk) -> list[dict[int, BlockTemplate]]:
+    def _plan(self, response: wire.HelloOk) -> list[ReadPlan]:
         """Which bytes of a block each rank reads from which of theirs. Raises ValueError if that makes no
         sense.
         """
-        geometry, placements = self._config.geometry, response.placements
-        geometry.local_heads(len(response.ranks), 0)
+        placements = response.placements
         if len(placements) != len(response.ranks):
             raise ValueError(f"{len(placements)} placements of {len(response.ranks)} ranks")
         if any(each.num_blocks < response.num_blocks for each in placements):
             raise ValueError(f"not every rank has {response.num_blocks} blocks")
-        return plan_templates(geometry, self._ranks.placements, placements)
+        return plan_reads(self._ranks.placements, placements)
 
     def _request(
         self, request: wire.Request, timeout_s: float, on_response: Callable[[wire.Response | None], None]

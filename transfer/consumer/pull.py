@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvferry.common.state_machine import transition, transitions
-from kvferry.transfer.control.messages import Grant
+from kvferry.transfer.control.messages import Grant, Groups
 from kvferry.transfer.events import PullDone, PullFailed, PullQuiescent, RankRead
 from kvferry.transfer.ids import TransferId
+from kvferry.transfer.plane import BlockRun, one_group
 from kvferry.transfer.ranks.aggregate import Outcome
 from kvferry.transfer.ranks.messages import CancelRead
 from kvferry.transfer.sampled_tokens import SampledTokens
@@ -80,12 +81,20 @@ class SendOpen:
 
 
 @dataclass(frozen=True, slots=True)
-class ReadBlocks:
-    """Effect: every rank reads these remote blocks into these local ones."""
+class GroupRead:
+    """Blocks of one KV-cache group: `remote_blocks[i]` is read into `local_blocks[i]`."""
 
-    seq: int
+    group: int
     local_blocks: tuple[int, ...]
     remote_blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadBlocks:
+    """Effect: every rank reads these blocks."""
+
+    seq: int
+    groups: tuple[GroupRead, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +142,9 @@ class Pull:
         self._num_tokens = num_tokens
         self._verify = verify
         self._checksums: tuple[bytes, ...] = ()
-        self._blocks: tuple[int, ...] = ()
-        self._first_block = 0
+        self._runs: tuple[BlockRun, ...] = ()
+        self._groups: Groups = ()
+        """What the producer leases, once it has said so."""
         self._ids_hash: str | None = None
         self._hashes: tuple[bytes, ...] = ()
         self._block_size = 0
@@ -174,21 +184,18 @@ class Pull:
     @property
     def num_written(self) -> int:
         """Our blocks that its reads write to."""
-        return len(self._blocks) - self._first_block
+        return sum(len(run.ids) for run in self._runs)
 
     @property
     def live(self) -> bool:
         return bool(PULL_TRANSITIONS[self.state])
 
-    def start(
-        self, now: float, block_ids: Sequence[int], first_block: int, ids_hash: str | None
-    ) -> list[Effect]:
-        """Begin: pull prompt blocks `first_block`.. into `block_ids[first_block:]`."""
-        if not 0 <= first_block <= len(block_ids):
-            raise ValueError(f"first_block {first_block} of {len(block_ids)} blocks")
+    def start(self, now: float, runs: Sequence[BlockRun], ids_hash: str | None) -> list[Effect]:
+        """Begin: pull a prompt's blocks at the positions of these runs into them, a run for each group."""
+        if not runs or any(run.first < 0 for run in runs):
+            raise ValueError(f"no blocks to pull into: {runs}")
         self._transition(PullState.CONNECTING)
-        self._blocks = tuple(block_ids)
-        self._first_block = first_block
+        self._runs = tuple(runs)
         self._ids_hash = ids_hash
         self._started = now
         return [EnsureLink()]
@@ -204,7 +211,7 @@ class Pull:
             raise ValueError(f"{len(hashes)} hashes of {len(block_ids)} blocks")
         self._hashes = tuple(hashes)
         self._block_size = block_size
-        return self.start(now, block_ids, 0, None)
+        return self.start(now, one_group(block_ids), None)
 
     def connected(self, backend: str) -> list[Effect]:
         """The link to the producer is ready."""
@@ -223,7 +230,7 @@ class Pull:
             return []
         if num_blocks > len(self._hashes):
             return self.fail("mismatch", f"{num_blocks} blocks, {len(self._hashes)} asked for")
-        self._blocks = self._blocks[:num_blocks]
+        self._runs = one_group(self._runs[0].ids[:num_blocks])
         if not num_blocks:
             self._transition(PullState.DONE)
             return [self._done(now)]
@@ -319,7 +326,7 @@ class Pull:
             pull_s=now - begun,
             tail_s=0.0 if self._ready_at is None else now - self._ready_at,
             early_blocks=self._early_blocks,
-            num_blocks=len(self._blocks) - self._first_block,
+            num_blocks=self.num_written,
             first_tokens=self._first_tokens,
             began_at=begun,
             rank_reads=tuple(self._rank_reads[rank] for rank in sorted(self._rank_reads)),
@@ -373,39 +380,69 @@ class Pull:
     def _mismatch(self, grant: Grant) -> str:
         """Return why this grant cannot be for our request; empty if it can."""
         known = grant.first_block + len(grant.block_ids)
+        total = sum(count for _, count in self._leased(grant))
         if grant.first_block != self._known:
             return f"blocks from {grant.first_block}, expected from {self._known}"
         if grant.num_tokens != self._num_tokens:
             return f"{grant.num_tokens} tokens, expected {self._num_tokens}"
         if self._ids_hash is not None and grant.ids_hash != self._ids_hash:
             return "other token ids"
-        if known > len(self._blocks) or (grant.ready and known < len(self._blocks)):
-            return f"{known} blocks, expected {len(self._blocks)}"
+        if self._known and grant.groups != self._groups:
+            return "other groups than before"
+        hole = self._hole(grant)
+        if hole:
+            return hole
+        if known > total or (grant.ready and known < total):
+            return f"{known} blocks, expected {total}"
         if self._verify and len(grant.checksums) != len(grant.block_ids):
             return f"{len(grant.checksums)} checksums of {len(grant.block_ids)} blocks"
         return ""
 
+    def _leased(self, grant: Grant) -> Groups:
+        """The producer's positions by group; of an only group, those that we expect."""
+        return grant.groups or ((0, self._runs[0].end),)
+
+    def _hole(self, grant: Grant) -> str:
+        """Return which positions that we need the producer does not lease; empty if it leases all."""
+        leased = self._leased(grant)
+        if len(leased) != len(self._runs):
+            return f"{len(leased)} groups of blocks, expected {len(self._runs)}"
+        for group, ((first, count), run) in enumerate(zip(leased, self._runs, strict=True)):
+            if run.ids and not (first <= run.first and first + count == run.end):
+                wanted = f"{run.first} to {run.end}"
+                return f"a hole: group {group} has blocks {first} to {first + count}, not {wanted}"
+        return ""
+
     def _read(self, now: float, grant: Grant) -> list[Effect]:
-        skip = max(0, self._first_block - self._known)
-        remote = grant.block_ids[skip:]
-        local = self._blocks[self._known + skip : self._known + len(grant.block_ids)]
-        self._known += len(grant.block_ids)
-        if not remote:
+        """Read of the blocks that were granted those that are missing here."""
+        reads = []
+        begin, end = self._known, self._known + len(grant.block_ids)
+        at = 0
+        for group, ((first, count), run) in enumerate(zip(self._leased(grant), self._runs, strict=True)):
+            skipped = at + run.first - first
+            low, high = max(begin, skipped), min(end, at + count)
+            if run.ids and low < high:
+                local = run.ids[low - skipped : high - skipped]
+                reads.append(GroupRead(group, local, grant.block_ids[low - begin : high - begin]))
+                if self._verify:
+                    self._checksums += grant.checksums[low - begin : high - begin]
+            at += count
+        self._known = end
+        self._groups = grant.groups
+        if not reads:
             return []
-        if self._verify:
-            self._checksums += grant.checksums[skip:]
         if self._first_read is None:
             self._first_read = now
         seq, self._next_seq = self._next_seq, self._next_seq + 1
-        self._reading[seq] = len(remote)
-        return [ReadBlocks(seq, local, remote)]
+        self._reading[seq] = sum(len(read.local_blocks) for read in reads)
+        return [ReadBlocks(seq, tuple(reads))]
 
     def _complete(self) -> list[Effect]:
         """Every read is done."""
         if not self._checksums:
             return self._release()
         self._transition(PullState.VERIFYING)
-        return [Verify(self._blocks[self._first_block :], self._checksums)]
+        return [Verify(tuple(block for run in self._runs for block in run.ids), self._checksums)]
 
     def _release(self) -> list[Effect]:
         self._transition(PullState.RELEASING)

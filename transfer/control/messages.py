@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Meta
 
 from kvferry.transfer.ids import TransferId
-from kvferry.transfer.layout import MAX_REGIONS, KVGeometry, Placement
+from kvferry.transfer.layout import MAX_GROUPS, MAX_REGIONS, KVGeometry, Placement
 from kvferry.transfer.plane import MAX_LOAN_BLOCKS
 from kvferry.transfer.sampled_tokens import SampledTokens
 
@@ -47,6 +47,9 @@ _Hashes = Annotated[tuple[_Hash, ...], Meta(min_length=1, max_length=MAX_LOAN_BL
 MAX_BLOCKS = 1 << 17
 """Blocks named in one `opened`."""
 _Blocks = Annotated[tuple[_Count, ...], Meta(max_length=MAX_BLOCKS)]
+_BlockCount = Annotated[int, Meta(ge=0, le=MAX_BLOCKS)]
+Groups = Annotated[tuple[tuple[_BlockCount, _BlockCount], ...], Meta(max_length=MAX_GROUPS)]
+"""Which positions of a prompt are leased, by KV-cache group: the first, and how many from there on."""
 
 GoneReason = Literal["unknown", "expired", "dropped", "finished", "withdrawn"]
 
@@ -129,7 +132,8 @@ class Open(_Frame, frozen=True, tag="open"):
 
 
 class Opened(_Frame, frozen=True, tag="opened"):
-    """Readable blocks, from number `first_block` of the prompt on.
+    """Readable blocks, from number `first_block` of the prompt's leased ones on: those of its first group,
+    then those of the next. Without `groups` there is one, leased from the prompt's beginning.
 
     `ready`: those are all, and `first_tokens` are what the prefill sampled, if it is known. `checksums` are
     of a producer that verifies: 4 bytes (`transfer.checksum`) for each block and each head of each rank
@@ -145,6 +149,7 @@ class Opened(_Frame, frozen=True, tag="opened"):
     ids_hash: _Word
     checksums: _Sums
     first_tokens: SampledTokens | None = None
+    groups: Groups = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +163,7 @@ class Grant:
     ids_hash: str
     checksums: tuple[bytes, ...] = ()
     first_tokens: SampledTokens | None = None
+    groups: Groups = ()
 
 
 class Pending(_Frame, frozen=True, tag="pending"):

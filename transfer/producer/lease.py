@@ -16,10 +16,10 @@ from types import MappingProxyType
 from typing import Any
 
 from kvferry.common.state_machine import transition, transitions
-from kvferry.transfer.control.messages import MAX_BLOCKS, GoneReason, Grant
+from kvferry.transfer.control.messages import MAX_BLOCKS, GoneReason, Grant, Groups
 from kvferry.transfer.events import LeaseEndCause
 from kvferry.transfer.ids import DuplicateTransfer, Incarnation, TransferId
-from kvferry.transfer.plane import MAX_STAGED
+from kvferry.transfer.plane import MAX_STAGED, BlockRun, one_group
 from kvferry.transfer.sampled_tokens import SampledTokens
 
 MAX_ENDED = 8192
@@ -126,6 +126,8 @@ class _Lease:
     deadline: float
     limit: float
     block_ids: tuple[int, ...] = ()
+    """Of all groups, one after the other."""
+    groups: Groups = ()
     readable: int = 0
     checksums: tuple[bytes, ...] = ()
     num_tokens: int = 0
@@ -155,6 +157,7 @@ class _Lease:
             self.ids_hash,
             self.checksums[have:upto],
             self.first_tokens if whole else None,
+            self.groups,
         )
 
 
@@ -210,7 +213,7 @@ class LeaseTable:
         self,
         now: float,
         transfer_id: TransferId,
-        block_ids: Sequence[int],
+        runs: Sequence[BlockRun],
         num_tokens: int,
         ids_hash: str,
         timeout_s: float,
@@ -231,7 +234,9 @@ class LeaseTable:
             lease.transition(LeaseState.FILLING)
             self._num_staged -= 1
             lease.deadline = lease.limit = limit
-        lease.block_ids = tuple(block_ids)
+        lease.block_ids = tuple(block for run in runs for block in run.ids)
+        if len(runs) > 1 or runs[0].first:
+            lease.groups = tuple((run.first, len(run.ids)) for run in runs)
         lease.num_tokens = num_tokens
         lease.ids_hash = ids_hash
         self._note(limit)
@@ -258,7 +263,7 @@ class LeaseTable:
         lease = self._live.get(transfer_id)
         if lease is not None and lease.reader != consumer:
             raise DuplicateTransfer(transfer_id)
-        effects = self.register(now, transfer_id, block_ids, num_tokens, ids_hash, timeout_s)
+        effects = self.register(now, transfer_id, one_group(block_ids), num_tokens, ids_hash, timeout_s)
         lease = self._live.get(transfer_id)
         if lease is not None:
             lease.reader = consumer

@@ -18,7 +18,7 @@ from kvferry.transfer.control.endpoints import Caller, ControlServer
 from kvferry.transfer.events import LeaseEnded, LoanRequested
 from kvferry.transfer.ids import DuplicateTransfer, Incarnation, TransferId
 from kvferry.transfer.layout import differences, num_columns
-from kvferry.transfer.plane import MAX_LOAN_S, PlaneConfig
+from kvferry.transfer.plane import MAX_LOAN_S, BlockRun, PlaneConfig
 from kvferry.transfer.producer.checksum_publisher import ChecksumPublisher
 from kvferry.transfer.producer.lease import CompleteOpen, Denied, Effect, Freed, LeaseTable, NotYet
 from kvferry.transfer.ranks.group import RankGroup
@@ -99,15 +99,15 @@ class Producer:
     def register(
         self,
         transfer_id: TransferId,
-        block_ids: Sequence[int],
+        runs: Sequence[BlockRun],
         num_tokens: int,
         ids_hash: str,
         timeout_s: float,
     ) -> None:
         now = time.monotonic()
-        effects = self._table.register(now, transfer_id, block_ids, num_tokens, ids_hash, timeout_s)
+        effects = self._table.register(now, transfer_id, runs, num_tokens, ids_hash, timeout_s)
         if self._publisher is not None:
-            self._publisher.register(transfer_id, block_ids)
+            self._publisher.register(transfer_id, [block for run in runs for block in run.ids])
         self._perform(effects)
 
     def grant_prefix(
@@ -326,6 +326,7 @@ class Producer:
                     ids_hash=grant.ids_hash,
                     checksums=b"".join(grant.checksums),
                     first_tokens=grant.first_tokens,
+                    groups=grant.groups,
                 )
             case NotYet():
                 self._respond(completed.waiter, wire.Pending, transfer_id=completed.transfer_id)

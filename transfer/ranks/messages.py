@@ -6,6 +6,7 @@ msgspec's msgpack over a Unix socket in a private directory; both ends are of on
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -159,8 +160,8 @@ def decode_report(frame: bytes) -> Report:
     return _report_decoder.decode(frame)
 
 
-def pack_spans(table: SpanTable) -> bytes:
-    return table.astype("<i8").tobytes()
+def pack_spans(tables: Sequence[SpanTable]) -> bytes:
+    return b"".join(table.astype("<i8").tobytes() for table in tables)
 
 
 def unpack_spans(packed: bytes) -> SpanTable:

@@ -17,7 +17,7 @@ import numpy as np
 
 from kvferry.transfer.events import PullDone
 from kvferry.transfer.layout import KVGeometry
-from kvferry.transfer.plane import RemotePrompt
+from kvferry.transfer.plane import RemotePrompt, one_group
 from tests.bench.transfer.plane_agent import PlaneAgent
 from tests.bench.transfer.pools import POISON, count_wrong, random_pool, settle
 from tests.bench.transfer.reader import ROOT
@@ -113,7 +113,7 @@ class Puller:
         tokens = len(ours) * self._lender.geometry.block_size
         remote = msgspec.structs.replace(self._remote, num_tokens=tokens)
         begun = time.perf_counter()
-        plane.pull(transfer_id, remote, ours, first_block, _DEADLINE_S)
+        plane.pull(transfer_id, remote, one_group(ours, first_block), _DEADLINE_S)
         event = await self._agent.ended(_DEADLINE_S)
         proven = time.perf_counter()
         if not isinstance(event, PullDone):

@@ -28,7 +28,7 @@ from kvferry.transfer.events import PlaneEvent
 from kvferry.transfer.ids import TransferId, new_incarnation, new_transfer_id
 from kvferry.transfer.layout import KVGeometry
 from kvferry.transfer.memory import own_pool
-from kvferry.transfer.plane import PlaneConfig, RemotePrompt
+from kvferry.transfer.plane import PlaneConfig, RemotePrompt, one_group
 from kvferry.transfer.ranks.aggregate import Outcome
 from kvferry.transfer.ranks.worker import WorkerConnector
 from tests.bench.transfer.pools import poisoned_pool, random_pool
@@ -122,7 +122,7 @@ class PlaneAgent:
         """Lease blocks as if a prefill had just filled them."""
         transfer_id = new_transfer_id()
         tokens = len(blocks) * self._config.geometry.block_size
-        self.plane.register(transfer_id, blocks, tokens, "hash", LEASE_S * 2)
+        self.plane.register(transfer_id, one_group(blocks), tokens, "hash", LEASE_S * 2)
         self.plane.ready(transfer_id)
         return transfer_id
 

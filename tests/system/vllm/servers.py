@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,20 +102,23 @@ async def vllm_server(
     prefix_cache: bool = False,
     transfer: str = "tcp",
     proxy: str | None = None,
+    model: Path = MODEL_DIR,
+    words: Sequence[str] = (),
     connector: Mapping[str, Any] = MappingProxyType({}),
 ) -> AsyncIterator[VllmServer]:
     """Start a server and wait until it is healthy; with `kv_role`, as one half of a pair.
 
     With `proxy`, where one is announced to, it moves KV by our connector and has a prefix cache; else by
-    NixlConnector, and then without one, so that every request must move its KV. `connector`: further members
+    NixlConnector, and then without one, so that every request must move its KV. `words`: further flags, which
+    win over those before. `connector`: further members
     of `--kv-transfer-config`, with our connector's own under `settings`. Raises `AssertionError` with the end
     of its log when it does not start.
     """
     port, side_channel = free_port(), free_port()
-    words = [
+    flags = [
         *(
             "--model",
-            str(MODEL_DIR),
+            str(model),
             "--served-model-name",
             MODEL,
             "--host",
@@ -134,13 +137,14 @@ async def vllm_server(
         told = nixl_connector(lease_s) if proxy is None else our_connector(url, proxy, transfer, own)
         told |= {"kv_role": kv_role, **connector}
         told.pop("settings", None)
-        words += ["--kv-transfer-config", json.dumps(told)]
+        flags += ["--kv-transfer-config", json.dumps(told)]
     if num_blocks is not None:
-        words += ["--num-gpu-blocks-override", str(num_blocks)]
+        flags += ["--num-gpu-blocks-override", str(num_blocks)]
+    flags += words
     log = log_dir / f"{name}.log"
     async with running_server(
         # The `vllm` command fails here: the distribution is not called vllm.
-        (str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", *words),
+        (str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", *flags),
         {
             **os.environ,
             **ENVIRONMENT,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from multiprocessing.connection import Connection
 
+from kvferry.transfer.plane import one_group
 from tests.unit.transfer.rig import Agent
 
 THEIRS = [3, 4, 5, 9, 1]
@@ -33,7 +34,7 @@ def consume(connection: Connection, lease_s: float) -> None:
             connection.send("ready")
             await _heard(connection)
             remote, transfer_id = connection.recv()
-            agent.plane.pull(transfer_id, remote, OURS, 0, 30.0)
+            agent.plane.pull(transfer_id, remote, one_group(OURS), 30.0)
             await _heard(connection)
 
     asyncio.run(run())

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvferry.transfer.layout import KVGeometry, Placement, SpanTable, pair_blocks, plan_templates
+from kvferry.transfer.layout import KVGeometry, Layers, Placement, SpanTable, pair_blocks, plan_reads
 
 
 def pool_placement(geometry: KVGeometry, num_blocks: int, heads: range) -> Placement:
@@ -13,18 +13,19 @@ def pool_placement(geometry: KVGeometry, num_blocks: int, heads: range) -> Place
     planes = 1 if geometry.mla else 2
     unit = geometry.block_size * geometry.head_dim * geometry.item_bytes
     block_bytes = len(heads) * geometry.head_block_bytes
-    return Placement(
-        regions=(num_blocks * block_bytes,),
-        layers=tuple(layer * planes * unit for layer in range(geometry.num_layers)),
-        num_blocks=num_blocks,
+    layers = Layers(
+        names=tuple(layer.to_bytes(2, "big") for layer in range(geometry.num_layers)),
+        offsets=tuple(layer * planes * unit for layer in range(geometry.num_layers)),
         block_stride=block_bytes,
         num_heads=len(heads),
         heads_start=heads.start,
+        total_heads=1 if geometry.mla else geometry.num_kv_heads,
         head_stride=geometry.head_block_bytes,
         planes=planes,
         plane_stride=0 if geometry.mla else unit,
         unit_bytes=unit,
     )
+    return Placement(regions=(num_blocks * block_bytes,), num_blocks=num_blocks, groups=((layers,),))
 
 
 def plan_spans(
@@ -42,7 +43,7 @@ def plan_spans(
         [pool_placement(geometry, num_blocks, geometry.local_heads(size, each)) for each in range(size)]
         for size in (tp_size, remote_tp_size)
     )
-    templates = plan_templates(geometry, ours, theirs)[rank]
+    plan = plan_reads(ours, theirs)[rank]
     return {
-        each: template.spans(pair_blocks(local_blocks, remote_blocks)) for each, template in templates.items()
+        each: templates[0].spans(pair_blocks(local_blocks, remote_blocks)) for each, templates in plan.items()
     }

@@ -18,7 +18,7 @@ from kvferry.transfer.connector import SchedulerConnector
 from kvferry.transfer.ids import new_incarnation, new_transfer_id
 from kvferry.transfer.layout import KVGeometry
 from kvferry.transfer.memory import own_pool
-from kvferry.transfer.plane import PlaneConfig, RemotePrompt
+from kvferry.transfer.plane import PlaneConfig, RemotePrompt, one_group
 from kvferry.transfer.ranks.worker import WorkerConnector
 from tests.standins.faults import control, tcp
 
@@ -111,7 +111,7 @@ class Agent:
     def lend(self, block_ids: Sequence[int], num_tokens: int, timeout_s: float = 30.0) -> str:
         """Lease blocks as if a prefill had just filled them; returns the transfer id."""
         transfer_id = new_transfer_id()
-        self.plane.register(transfer_id, block_ids, num_tokens, "hash", timeout_s)
+        self.plane.register(transfer_id, one_group(block_ids), num_tokens, "hash", timeout_s)
         self.plane.ready(transfer_id)
         return transfer_id
 

@@ -14,7 +14,7 @@ from kvferry.transfer.checksum import (
     unpack_sums,
     word_keys,
 )
-from kvferry.transfer.layout import KVGeometry, num_columns, source_columns
+from kvferry.transfer.layout import KVGeometry, LayerView, num_columns, source_columns
 from kvferry.transfer.memory import own_pool, pool_of_layers
 from tests.gpu import needs_gpus
 from tests.unit.transfer.plans import plan_spans
@@ -70,7 +70,8 @@ def test_a_sum_does_not_depend_on_where_a_pool_has_its_layers(order: str) -> Non
     layers = [pool.select(order.index("L"), layer) for layer in range(3)]
     left = order.replace("L", "")
     layers = [layer.permute([left.index(each) for each in "BHC"]) for layer in layers]
-    found = PoolSums(pool_of_layers(layers, planes=1, heads=range(4))).sums([4, 0])
+    views = [LayerView(b"%d" % number, layer, 1, range(4), 4) for number, layer in enumerate(layers)]
+    found = PoolSums(pool_of_layers([views], len(layers[0]))).sums([4, 0])
     assert found.tolist() == [[plainly(numbers[block, head], "<i4") for head in range(4)] for block in (4, 0)]
 
 

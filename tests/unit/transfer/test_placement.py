@@ -14,9 +14,12 @@ from kvferry.transfer.layout import (
     REGION_SHIFT,
     BlockTemplate,
     KVGeometry,
+    LayerPairs,
+    LayerView,
     Placement,
     pair_blocks,
     placement_of,
+    plan_reads,
 )
 from tests.unit.transfer.plans import pool_placement
 
@@ -57,7 +60,22 @@ def one_allocation(order: str, heads: range, seed: int) -> Pool:
     left = order.replace("L", "")
     layers = [layer.permute([left.index(each) for each in inner]) for layer in layers]
     planes = 2 if "P" in order else 1
-    return Pool(layers, planes, placement_of(layers, planes=planes, heads=heads))
+    return Pool(layers, planes, described(layers, planes, heads))
+
+
+def described(layers: list[torch.Tensor], planes: int, heads: range) -> Placement:
+    """Layers of one group, which are named by their number."""
+    views = [
+        LayerView(number.to_bytes(2, "big"), layer, planes, heads, HEADS)
+        for number, layer in enumerate(layers)
+    ]
+    return placement_of([views], len(layers[0]))
+
+
+def template(ours: Placement, theirs: Placement, heads: range) -> BlockTemplate:
+    """Of all layers of two pools with one group."""
+    numbers = range(len(ours.only_layers.names))
+    return BlockTemplate([LayerPairs(ours.only_layers, theirs.only_layers, numbers, numbers, heads)])
 
 
 def per_layer(order: str, heads: range, seed: int) -> Pool:
@@ -72,7 +90,7 @@ def per_layer(order: str, heads: range, seed: int) -> Pool:
         for _ in range(LAYERS)
     ]
     planes = 2 if "P" in order else 1
-    return Pool(layers, planes, placement_of(layers, planes=planes, heads=heads))
+    return Pool(layers, planes, described(layers, planes, heads))
 
 
 def make(name: str, heads: range, seed: int) -> Pool:
@@ -115,24 +133,22 @@ def test_any_layout_reads_from_any_other_of_the_same_content(
     come[axis] = slice(shared.start - theirs.start, shared.stop - theirs.start)
     for mine_block, their_block in zip(MINE, THEIRS, strict=True):
         wanted[mine_block][tuple(to)] = others.bytes_of(their_block)[tuple(come)]
-    copy(
-        BlockTemplate(ours.placement, others.placement, shared).spans(pair_blocks(MINE, THEIRS)), ours, others
-    )
+    copy(template(ours.placement, others.placement, shared).spans(pair_blocks(MINE, THEIRS)), ours, others)
     assert np.array_equal(np.stack([ours.bytes_of(block) for block in range(BLOCKS)]), wanted)
 
 
 @pytest.mark.parametrize(("local", "remote"), [("BHLPND", "BHLPND"), ("BHLNC", "BHLNC")])
 def test_blocks_that_hold_all_layers_are_one_span_at_any_tensor_parallelism(local: str, remote: str) -> None:
     whole, half = make(local, range(4), 1), make(remote, range(2, 4), 2)
-    assert BlockTemplate(whole.placement, half.placement, range(2, 4)).num_rows == 1
-    assert BlockTemplate(half.placement, whole.placement, range(2, 4)).num_rows == 1
+    assert template(whole.placement, half.placement, range(2, 4)).num_rows == 1
+    assert template(half.placement, whole.placement, range(2, 4)).num_rows == 1
 
 
 def test_neighbours_are_one_span() -> None:
     ours, others = make("BHLNC", range(4), 1), make("BHLNC", range(4), 2)
-    template = BlockTemplate(ours.placement, others.placement, range(4))
-    assert len(template.spans(pair_blocks([1, 2, 3], [4, 5, 6]))) == 1
-    layers = BlockTemplate(*(make("LBHNC", range(4), seed).placement for seed in (1, 2)), range(4))
+    whole = template(ours.placement, others.placement, range(4))
+    assert len(whole.spans(pair_blocks([1, 2, 3], [4, 5, 6]))) == 1
+    layers = template(*(make("LBHNC", range(4), seed).placement for seed in (1, 2)), range(4))
     assert len(layers.spans(pair_blocks([1, 2, 3], [4, 5, 6]))) == LAYERS
     assert len(layers.spans(pair_blocks([], []))) == 0
 
@@ -146,21 +162,100 @@ def test_our_own_pools_are_described_without_tensors(mla: bool) -> None:
     pool = torch.zeros(geometry.pool_shape(BLOCKS, len(heads)))
     layers = [pool[:, :, layer].transpose(1, 2) for layer in range(LAYERS)]
     layers = [layer[:, 0] for layer in layers] if mla else layers
-    described = placement_of(layers, planes=1 if mla else 2, heads=heads)
-    assert described == pool_placement(geometry, BLOCKS, heads)
+    total_heads, planes = (1, 1) if mla else (4, 2)
+    views = [
+        LayerView(number.to_bytes(2, "big"), layer, planes, heads, total_heads)
+        for number, layer in enumerate(layers)
+    ]
+    assert placement_of([views], BLOCKS) == pool_placement(geometry, BLOCKS, heads)
 
 
-def test_layers_that_share_memory_count_once() -> None:
-    pool = make("BHNC", range(4), 1)
-    shared = placement_of([*pool.layers, pool.layers[0]], planes=1, heads=range(4))
-    assert shared == pool.placement
+def view(name: bytes, tensor: torch.Tensor, heads: range = range(1), total_heads: int = 1) -> LayerView:
+    return LayerView(name, tensor, 1, heads, total_heads)
+
+
+def test_groups_may_lie_over_each_other() -> None:
+    """As vLLM 0.29+ has them: a block of one group has the bytes of another group's."""
+    memory = torch.arange(BLOCKS * 24, dtype=torch.uint8).view(BLOCKS, 1, 24)
+    full = [view(b"0", memory[..., :12]), view(b"1", memory[..., 12:])]
+    window = [view(b"2", memory[..., :12]), view(b"3", memory[..., 12:])]
+    state = [view(b"4", memory[..., :20])]
+    ours = placement_of([full, window, state], BLOCKS)
+    assert ours.regions == (BLOCKS * 24,)
+    (plan,) = plan_reads([ours], [ours])
+    assert plan.keys() == {0} and plan[0].keys() == {0, 1, 2}
+    pairs = pair_blocks([1], [4])
+    assert plan[0][0].spans(pairs).tolist() == plan[0][1].spans(pairs).tolist() == [[24, 96, 24]]
+    assert plan[0][2].spans(pairs).tolist() == [[24, 96, 20]], "padding is not copied"
+
+
+def test_layers_of_one_group_may_have_pages_of_different_size() -> None:
+    wide, narrow = torch.zeros(BLOCKS, 1, 16), torch.zeros(BLOCKS, 1, 4)
+    ours = placement_of([[view(b"a", wide), view(b"b", narrow)]], BLOCKS)
+    (plan,) = plan_reads([ours], [ours])
+    assert sorted(length for *_, length in plan[0][0].spans(pair_blocks([1], [2])).tolist()) == [16, 64]
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [((2,), (1, 1)), ((1, 1), (2,)), ((2,), (2,)), ((1, 1), (1, 1))])
+def test_stages_find_their_layers_by_name(ours: tuple[int, ...], theirs: tuple[int, ...]) -> None:
+    """Pipeline stages: `ours` and `theirs` are how many of two layers each rank has."""
+
+    def stages(counts: tuple[int, ...], seed: int) -> tuple[list[torch.Tensor], list[Placement]]:
+        random = np.random.default_rng(seed)
+        pools = [torch.from_numpy(random.random((BLOCKS, count, 3))) for count in counts]
+        names = iter((b"first", b"second"))
+        return pools, [
+            placement_of([[view(next(names), pool[:, n : n + 1]) for n in range(count)]], BLOCKS)
+            for pool, count in zip(pools, counts, strict=True)
+        ]
+
+    mine, my_places = stages(ours, 1)
+    other, their_places = stages(theirs, 2)
+    plans = plan_reads(my_places, their_places)
+    for rank, plan in enumerate(plans):
+        for remote_rank, templates in plan.items():
+            for local, remote, length in templates[0].spans(pair_blocks([3], [5])).tolist():
+                into, source = (
+                    pools[at].view(-1).view(torch.uint8) for pools, at in ((mine, rank), (other, remote_rank))
+                )
+                into[local : local + length] = source[remote : remote + length]
+    assert torch.equal(torch.cat([each[3] for each in mine]), torch.cat([each[5] for each in other]))
+
+
+def test_what_each_rank_has_of_its_own_is_read_from_the_same_rank() -> None:
+    """A state, or pages whose heads cannot be told apart."""
+    ranks = [
+        placement_of([[view(b"s", torch.zeros(BLOCKS, 1, 4), range(rank, rank + 1), 2)]], BLOCKS)
+        for rank in range(2)
+    ]
+    assert [list(plan) for plan in plan_reads(ranks, ranks)] == [[0], [1]]
+    with pytest.raises(ValueError, match="no rank of theirs has head 1"):
+        plan_reads(ranks, ranks[:1])
+    whole = placement_of([[view(b"s", torch.zeros(BLOCKS, 1, 4))]], BLOCKS)
+    with pytest.raises(ValueError, match="total_heads: theirs 2, ours 1"):
+        plan_reads([whole], ranks)
+
+
+def test_a_layer_or_a_group_without_a_partner_is_refused() -> None:
+    tensor = torch.zeros(BLOCKS, 1, 4)
+    one = placement_of([[view(b"a", tensor)]], BLOCKS)
+    drafts = placement_of([[view(b"a", tensor), view(b"draft", torch.zeros(BLOCKS, 1, 4))]], BLOCKS)
+    with pytest.raises(ValueError, match=f"no rank of theirs has the layer {b'draft'.hex()}"):
+        plan_reads([drafts], [one])
+    assert plan_reads([one], [drafts])
+    two = placement_of([[view(b"a", tensor)], [view(b"b", tensor)]], BLOCKS)
+    with pytest.raises(ValueError, match="KV-cache groups: theirs 2, ours 1"):
+        plan_reads([one], [two])
+    swapped = placement_of([[view(b"b", tensor)], [view(b"a", tensor)]], BLOCKS)
+    with pytest.raises(ValueError, match="no rank of theirs has the layer"):
+        plan_reads([two], [swapped])
 
 
 def test_mla_is_one_head() -> None:
     """`[block, token, latent]`, the same on every rank."""
     latent = torch.zeros(BLOCKS, TOKENS, 6)
-    placement = placement_of([latent.unsqueeze(1)], planes=1, heads=range(1))
-    assert (placement.num_heads, placement.unit_bytes) == (1, TOKENS * 6 * 4)
+    layers = placement_of([[view(b"0", latent.unsqueeze(1))]], BLOCKS).only_layers
+    assert (layers.num_heads, layers.unit_bytes) == (1, TOKENS * 6 * 4)
 
 
 @pytest.mark.parametrize("order", ["LBNHC", "BLNHC"])
@@ -172,30 +267,39 @@ def test_tokens_before_heads_are_refused(order: str) -> None:
 def test_what_differs_in_content_is_refused() -> None:
     one, two = make("BHLNC", range(4), 1), make("BHLPND", range(4), 1)
     with pytest.raises(ValueError, match="planes: theirs 2, ours 1"):
-        BlockTemplate(one.placement, two.placement, range(4))
-    fewer = placement_of(one.layers[:2], planes=1, heads=range(4))
-    with pytest.raises(ValueError, match="layers: theirs 2, ours 3"):
-        BlockTemplate(one.placement, fewer, range(4))
-    with pytest.raises(ValueError, match="heads"):
-        BlockTemplate(one.placement, one.placement, range(5))
+        template(one.placement, two.placement, range(4))
+    fewer = described(one.layers[:2], 1, range(4))
+    with pytest.raises(ValueError, match="no rank of theirs has the layer 0002"):
+        plan_reads([one.placement], [fewer])
+    half = make("BHLNC", range(2), 1)
+    with pytest.raises(ValueError, match="no rank of theirs has head 2"):
+        plan_reads([one.placement], [half.placement])
     with pytest.raises(ValueError, match="3 local blocks for 2"):
         pair_blocks(MINE, [1, 2])
 
 
 def changed(placement: Placement, **fields: object) -> bytes:
-    return msgspec.msgpack.encode({**msgspec.to_builtins(placement), **fields})
+    """With other values of its own or of its layers' fields."""
+    built = msgspec.to_builtins(placement, builtin_types=(bytes,))
+    layers = built["groups"][0][0]
+    for name, value in fields.items():
+        (layers if name in layers else built)[name] = value
+    return msgspec.msgpack.encode(built)
 
 
 @pytest.mark.parametrize(
     "fields",
     [
         {"num_blocks": BLOCKS + 1},
-        {"layers": [1 << REGION_SHIFT]},
+        {"offsets": [1 << REGION_SHIFT] * LAYERS},
+        {"offsets": [0]},
+        {"names": [b"0"] * LAYERS},
+        {"groups": []},
         {"block_stride": 1 << 40},
         {"unit_bytes": 1 << 40},
         {"regions": []},
         {"num_heads": 0},
-        {"layers": [0] * 5000},
+        {"offsets": [0] * 5000, "names": [b"%d" % each for each in range(5000)]},
         {"num_heads": 1 << 30, "head_stride": 0},
         {"unknown": 1},
     ],
@@ -210,4 +314,4 @@ def test_a_peers_placement_cannot_lead_outside_its_memory(fields: dict[str, obje
 def test_regions_are_numbered_by_address() -> None:
     pool = make("BHNC", range(4), 1)
     assert len(pool.placement.regions) == LAYERS
-    assert {layer >> REGION_SHIFT for layer in pool.placement.layers} == set(range(LAYERS))
+    assert {layer >> REGION_SHIFT for layer in pool.placement.only_layers.offsets} == set(range(LAYERS))

@@ -20,7 +20,8 @@ from kvferry.transfer.control import messages as wire
 from kvferry.transfer.engine import PeerUnreachable, usable
 from kvferry.transfer.events import LeaseEnded, PullDone, PullFailed, PullQuiescent
 from kvferry.transfer.ids import DuplicateTransfer, new_transfer_id
-from kvferry.transfer.layout import KVGeometry
+from kvferry.transfer.layout import KVGeometry, Layers
+from kvferry.transfer.plane import one_group
 from kvferry.transfer.producer.lease import LeaseTable
 from kvferry.transfer.ranks.channel import RankSocket
 from kvferry.transfer.sampled_tokens import SampledToken, SampledTokens
@@ -65,7 +66,7 @@ async def test_blocks_arrive_byte_for_byte_at_every_tp_ratio(
     ):
         before = decode.heads(0).clone()
         transfer_id = prefill.lend(THEIRS, TOKENS)
-        decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 10.0)
+        decode.plane.pull(transfer_id, prefill.remote(TOKENS), one_group(OURS), 10.0)
         done = await decode.event(PullDone)
         ended = await prefill.event(LeaseEnded)
         assert (done.transfer_id, done.backend) == (transfer_id, transfer)
@@ -79,11 +80,11 @@ async def test_blocks_arrive_byte_for_byte_at_every_tp_ratio(
 async def test_a_pull_that_ends_well_leaves_no_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     """L19: what is worth a line is the request's, and its agent writes it."""
     async with Agent(seed=1) as prefill, Agent(seed=2) as decode:
-        decode.plane.pull(prefill.lend([9], 4), prefill.remote(4), [30], 0, 10.0)
+        decode.plane.pull(prefill.lend([9], 4), prefill.remote(4), one_group([30]), 10.0)
         await decode.event(PullDone)
         caplog.clear()
         with caplog.at_level("INFO"):
-            decode.plane.pull(prefill.lend(THEIRS, TOKENS), prefill.remote(TOKENS), OURS, 0, 10.0)
+            decode.plane.pull(prefill.lend(THEIRS, TOKENS), prefill.remote(TOKENS), one_group(OURS), 10.0)
             await decode.event(PullDone)
     assert [record for record in caplog.records if record.name.startswith("kvferry.transfer")] == []
 
@@ -92,7 +93,7 @@ async def test_blocks_that_are_cached_are_not_pulled() -> None:
     async with Agent(seed=1) as prefill, Agent(seed=2) as decode:
         before = decode.heads(OURS[1]).clone()
         transfer_id = prefill.lend(THEIRS, TOKENS)
-        decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 2, 10.0)
+        decode.plane.pull(transfer_id, prefill.remote(TOKENS), one_group(OURS, 2), 10.0)
         done = await decode.event(PullDone)
         assert done.nbytes == 3 * 4 * GEOMETRY.head_block_bytes
         assert_same_kv(prefill, THEIRS[2:], decode, OURS[2:])
@@ -102,7 +103,7 @@ async def test_blocks_that_are_cached_are_not_pulled() -> None:
 async def test_a_full_prefix_hit_pulls_nothing_and_releases() -> None:
     async with Agent(seed=1) as prefill, Agent(seed=2) as decode:
         transfer_id = prefill.lend(THEIRS, TOKENS)
-        decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, len(OURS), 10.0)
+        decode.plane.pull(transfer_id, prefill.remote(TOKENS), one_group(OURS, len(OURS)), 10.0)
         assert (await decode.event(PullDone)).nbytes == 0
         assert (await prefill.event(LeaseEnded)).cause == "released"
 
@@ -111,9 +112,9 @@ async def test_a_pull_that_comes_before_the_prefill_reads_each_chunk_as_it_is_co
     """A3: an early open is staged, and settled when the prefill registers."""
     async with Agent(seed=1) as prefill, Agent(seed=2) as decode:
         transfer_id = new_transfer_id()
-        decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 10.0)
+        decode.plane.pull(transfer_id, prefill.remote(TOKENS), one_group(OURS), 10.0)
         await asyncio.sleep(0.1)
-        prefill.plane.register(transfer_id, THEIRS, TOKENS, "hash", 30.0)
+        prefill.plane.register(transfer_id, one_group(THEIRS), TOKENS, "hash", 30.0)
         prefill.plane.advance(transfer_id, 2)
         await arrived(prefill, THEIRS[1], decode, OURS[1])
         assert_same_kv(prefill, THEIRS[:2], decode, OURS[:2])
@@ -127,8 +128,8 @@ async def test_a_pull_that_comes_before_the_prefill_reads_each_chunk_as_it_is_co
 async def test_a_pull_that_has_every_block_waits_for_the_word_that_the_prompt_is_ready(verify: bool) -> None:
     async with Agent(seed=1, verify_kv=verify) as prefill, Agent(seed=2, verify_kv=verify) as decode:
         transfer_id = new_transfer_id()
-        prefill.plane.register(transfer_id, THEIRS, TOKENS, "hash", 30.0)
-        decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 10.0)
+        prefill.plane.register(transfer_id, one_group(THEIRS), TOKENS, "hash", 30.0)
+        decode.plane.pull(transfer_id, prefill.remote(TOKENS), one_group(OURS), 10.0)
         prefill.plane.advance(transfer_id, len(THEIRS))
         await arrived(prefill, THEIRS[-1], decode, OURS[-1])
         assert not decode.plane.take_events()
@@ -143,8 +144,8 @@ async def test_a_reader_that_came_first_gets_the_first_tokens_with_the_last_bloc
     first = SampledTokens(choices=(SampledToken(id=7, logprob=-0.5), SampledToken(id=8, finish="stop")))
     async with Agent(seed=1, verify_kv=verify) as prefill, Agent(seed=2, verify_kv=verify) as decode:
         transfer_id = new_transfer_id()
-        decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 10.0, "hash")
-        prefill.plane.register(transfer_id, THEIRS, TOKENS, "hash", 30.0)
+        decode.plane.pull(transfer_id, prefill.remote(TOKENS), one_group(OURS), 10.0, "hash")
+        prefill.plane.register(transfer_id, one_group(THEIRS), TOKENS, "hash", 30.0)
         prefill.plane.advance(transfer_id, 2)
         prefill.plane.ready(transfer_id, first)
         assert (await decode.event(PullDone)).first_tokens == first
@@ -155,11 +156,11 @@ async def test_an_id_that_another_producer_uses_again_is_a_transfer_of_its_own()
     """I2: what was said of the first one's reads is not about the second's."""
     async with Agent(seed=1) as one, Agent(seed=3) as other, Agent(seed=2) as decode:
         transfer_id = one.lend(THEIRS, TOKENS)
-        decode.plane.pull(transfer_id, one.remote(TOKENS), OURS, 0, 10.0)
+        decode.plane.pull(transfer_id, one.remote(TOKENS), one_group(OURS), 10.0)
         await decode.event(PullDone)
-        other.plane.register(transfer_id, THEIRS, TOKENS, "hash", 30.0)
+        other.plane.register(transfer_id, one_group(THEIRS), TOKENS, "hash", 30.0)
         other.plane.ready(transfer_id)
-        decode.plane.pull(transfer_id, other.remote(TOKENS), OURS, 0, 10.0)
+        decode.plane.pull(transfer_id, other.remote(TOKENS), one_group(OURS), 10.0)
         await decode.event(PullDone)
         assert_same_kv(other, THEIRS, decode, OURS)
 
@@ -176,7 +177,7 @@ async def test_a_producer_lost_while_our_ranks_connect_leaves_nothing_behind(
     monkeypatch.setattr(TcpPeer, "poll", poll)
     async with Agent(seed=2) as decode:
         async with Agent(seed=1) as prefill:
-            decode.plane.pull(prefill.lend(THEIRS, TOKENS), prefill.remote(TOKENS), OURS, 0, 10.0)
+            decode.plane.pull(prefill.lend(THEIRS, TOKENS), prefill.remote(TOKENS), one_group(OURS), 10.0)
             assert await asyncio.to_thread(connecting.wait, 5.0)
         assert (await decode.event(PullFailed)).reason == "unreachable"
         decode.plane.check_integrity()
@@ -187,7 +188,7 @@ async def test_another_prompt_under_the_same_id_is_noticed_before_anything_is_re
     async with Agent(seed=1) as prefill, Agent(seed=2) as decode:
         before = decode.heads(OURS[0]).clone()
         transfer_id = prefill.lend(THEIRS, TOKENS)
-        decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 10.0, "another")
+        decode.plane.pull(transfer_id, prefill.remote(TOKENS), one_group(OURS), 10.0, "another")
         failed = await decode.event(PullFailed)
         assert (failed.reason, failed.quiescent) == ("mismatch", True)
         assert decode.heads(OURS[0]).equal(before)
@@ -198,9 +199,9 @@ async def test_a_prefill_may_outlast_the_time_that_moving_may_take() -> None:
     """I5: both have their deadlines, one after the other."""
     async with Agent(seed=1) as prefill, Agent(seed=2) as decode:
         slow, dead = new_transfer_id(), new_transfer_id()
-        decode.plane.pull(slow, prefill.remote(TOKENS), OURS, 0, 1.0, fill_s=30.0)
-        decode.plane.pull(dead, prefill.remote(4), [15], 0, 1.0, fill_s=0.3)
-        prefill.plane.register(slow, THEIRS, TOKENS, "hash", 30.0)
+        decode.plane.pull(slow, prefill.remote(TOKENS), one_group(OURS), 1.0, fill_s=30.0)
+        decode.plane.pull(dead, prefill.remote(4), one_group([15]), 1.0, fill_s=0.3)
+        prefill.plane.register(slow, one_group(THEIRS), TOKENS, "hash", 30.0)
         failed = await decode.event(PullFailed)
         assert (failed.transfer_id, failed.reason) == (dead, "deadline")
         prefill.plane.ready(slow)
@@ -211,11 +212,11 @@ async def test_once_the_prefill_has_ended_moving_may_take_no_longer_than_it_may(
     """Even if the rank that reads has stopped to say anything."""
     async with Agent(seed=1) as prefill, Agent(seed=2) as decode:
         known = prefill.lend([11], 4)
-        decode.plane.pull(known, prefill.remote(4), [12], 0, 10.0)
+        decode.plane.pull(known, prefill.remote(4), one_group([12]), 10.0)
         await decode.event(PullDone)
         decode.workers[0].close()
         transfer_id = prefill.lend(THEIRS, TOKENS)
-        decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 0.3, fill_s=600.0)
+        decode.plane.pull(transfer_id, prefill.remote(TOKENS), one_group(OURS), 0.3, fill_s=600.0)
         failed = await decode.event(PullFailed)
         assert (failed.reason, failed.quiescent) == ("deadline", False)
 
@@ -234,13 +235,13 @@ async def test_a_producer_without_room_for_early_readers_is_not_asked_without_pa
     monkeypatch.setattr(LeaseTable, "open", counted)
     async with Agent(seed=1, max_staged=0) as prefill, Agent(seed=2) as decode:
         transfer_id = new_transfer_id()
-        decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 10.0)
+        decode.plane.pull(transfer_id, prefill.remote(TOKENS), one_group(OURS), 10.0)
         async with asyncio.timeout(10.0):
             while len(asked) < 4:
                 await asyncio.sleep(0.01)
         pauses = [later - earlier for earlier, later in pairwise(asked)]
         assert all(pause > 0.9 * least for pause, least in zip(pauses, (0.02, 0.04, 0.08), strict=False))
-        prefill.plane.register(transfer_id, THEIRS, TOKENS, "hash", 30.0)
+        prefill.plane.register(transfer_id, one_group(THEIRS), TOKENS, "hash", 30.0)
         prefill.plane.ready(transfer_id)
         await decode.event(PullDone)
         assert_same_kv(prefill, THEIRS, decode, OURS)
@@ -251,7 +252,7 @@ async def test_concurrent_first_contacts_make_exactly_one_handshake() -> None:
     async with Agent(seed=1) as prefill, Agent(seed=2) as decode:
         ids = [prefill.lend([block], 4) for block in range(12)]
         for place, transfer_id in enumerate(ids):
-            decode.plane.pull(transfer_id, prefill.remote(4), [place + 15], 0, 10.0)
+            decode.plane.pull(transfer_id, prefill.remote(4), one_group([place + 15]), 10.0)
         done = {(await decode.event(PullDone)).transfer_id for _ in ids}
         assert done == set(ids)
         assert_same_kv(prefill, list(range(12)), decode, list(range(15, 27)))
@@ -262,9 +263,9 @@ async def test_a_held_transfer_does_not_inherit_the_connection_that_another_brok
     async with Agent(seed=1, tcp_fault="drop:count=1") as prefill, Agent(seed=2) as decode:
         held, unlucky = prefill.lend(THEIRS, TOKENS), prefill.lend([11], 4)
         decode.plane.hold(held, prefill.remote(TOKENS), 10.0)
-        decode.plane.pull(unlucky, prefill.remote(4), [12], 0, 10.0)
+        decode.plane.pull(unlucky, prefill.remote(4), one_group([12]), 10.0)
         assert (await decode.event(PullFailed)).reason == "read_failed"
-        decode.plane.pull(held, prefill.remote(TOKENS), OURS, 0, 10.0)
+        decode.plane.pull(held, prefill.remote(TOKENS), one_group(OURS), 10.0)
         assert (await decode.event(PullDone)).transfer_id == held
         assert_same_kv(prefill, THEIRS, decode, OURS)
 
@@ -301,9 +302,9 @@ async def test_a_hold_becomes_a_pull() -> None:
         decode.plane.hold(transfer_id, prefill.remote(TOKENS), 10.0)
         with pytest.raises(DuplicateTransfer):
             decode.plane.hold(transfer_id, prefill.remote(TOKENS), 10.0)
-        decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 10.0)
+        decode.plane.pull(transfer_id, prefill.remote(TOKENS), one_group(OURS), 10.0)
         with pytest.raises(DuplicateTransfer):
-            decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 10.0)
+            decode.plane.pull(transfer_id, prefill.remote(TOKENS), one_group(OURS), 10.0)
         await decode.event(PullDone)
 
 
@@ -321,7 +322,7 @@ async def test_a_long_read_of_a_producer_whose_leases_are_shorter_than_ours() ->
         Agent(lease_s=10.0, seed=2) as decode,
     ):
         transfer_id = prefill.lend(THEIRS, TOKENS)
-        decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 10.0)
+        decode.plane.pull(transfer_id, prefill.remote(TOKENS), one_group(OURS), 10.0)
         assert isinstance(await decode.event(PullDone), PullDone)
         assert (await prefill.event(LeaseEnded)).cause == "released"
 
@@ -330,7 +331,7 @@ async def test_an_early_lease_end_reaches_the_reader_as_the_reason() -> None:
     async with Agent(lease_s=0.2, seed=1) as prefill, Agent(seed=2) as decode:
         expired = prefill.lend(THEIRS, TOKENS)
         await prefill.event(LeaseEnded)
-        decode.plane.pull(expired, prefill.remote(TOKENS), OURS, 0, 10.0)
+        decode.plane.pull(expired, prefill.remote(TOKENS), one_group(OURS), 10.0)
         failed = await decode.event(PullFailed)
         assert (failed.reason, failed.quiescent) == ("lease_expired", True)
 
@@ -341,7 +342,7 @@ async def test_a_dropped_lease_is_gone_and_dropping_again_changes_nothing() -> N
         assert prefill.plane.drop(transfer_id)
         assert not prefill.plane.drop(transfer_id)
         assert [event.cause for event in prefill.plane.take_events()] == ["dropped"]
-        decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 10.0)
+        decode.plane.pull(transfer_id, prefill.remote(TOKENS), one_group(OURS), 10.0)
         assert (await decode.event(PullFailed)).reason == "lease_dropped"
 
 
@@ -349,7 +350,7 @@ async def test_a_drop_that_overtakes_its_prefill_ends_the_lease_at_registration(
     async with Agent() as prefill:
         transfer_id = new_transfer_id()
         assert not prefill.plane.drop(transfer_id)
-        prefill.plane.register(transfer_id, THEIRS, TOKENS, "hash", 30.0)
+        prefill.plane.register(transfer_id, one_group(THEIRS), TOKENS, "hash", 30.0)
         assert (await prefill.event(LeaseEnded)).cause == "dropped"
         assert prefill.plane.stats().leased == 0
 
@@ -357,9 +358,9 @@ async def test_a_drop_that_overtakes_its_prefill_ends_the_lease_at_registration(
 async def test_a_failed_prefill_fails_the_waiting_reader_and_says_nothing_to_its_own_scheduler() -> None:
     async with Agent(seed=1) as prefill, Agent(seed=2) as decode:
         transfer_id = new_transfer_id()
-        prefill.plane.register(transfer_id, THEIRS, TOKENS, "hash", 30.0)
+        prefill.plane.register(transfer_id, one_group(THEIRS), TOKENS, "hash", 30.0)
         prefill.plane.advance(transfer_id, 1)
-        decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 10.0)
+        decode.plane.pull(transfer_id, prefill.remote(TOKENS), one_group(OURS), 10.0)
         await arrived(prefill, THEIRS[0], decode, OURS[0])
         prefill.plane.withdraw(transfer_id)
         assert (await decode.event(PullFailed)).reason == "lease_withdrawn"
@@ -379,20 +380,20 @@ async def test_a_transfer_id_is_never_registered_twice() -> None:
     async with Agent() as prefill:
         transfer_id = prefill.lend(THEIRS, TOKENS)
         with pytest.raises(DuplicateTransfer):
-            prefill.plane.register(transfer_id, THEIRS, TOKENS, "hash", 30.0)
+            prefill.plane.register(transfer_id, one_group(THEIRS), TOKENS, "hash", 30.0)
         prefill.plane.drop(transfer_id)
         with pytest.raises(DuplicateTransfer):
-            prefill.plane.register(transfer_id, THEIRS, TOKENS, "hash", 30.0)
+            prefill.plane.register(transfer_id, one_group(THEIRS), TOKENS, "hash", 30.0)
 
 
 async def test_the_second_reader_of_a_lease_is_turned_away() -> None:
     async with Agent(seed=1) as prefill, Agent(seed=2) as first, Agent(seed=3) as second:
         transfer_id = new_transfer_id()
-        prefill.plane.register(transfer_id, THEIRS, TOKENS, "hash", 30.0)
+        prefill.plane.register(transfer_id, one_group(THEIRS), TOKENS, "hash", 30.0)
         prefill.plane.advance(transfer_id, 1)
-        first.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 10.0)
+        first.plane.pull(transfer_id, prefill.remote(TOKENS), one_group(OURS), 10.0)
         await arrived(prefill, THEIRS[0], first, OURS[0])
-        second.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 10.0)
+        second.plane.pull(transfer_id, prefill.remote(TOKENS), one_group(OURS), 10.0)
         assert (await second.event(PullFailed)).reason == "lease_finished"
         prefill.plane.ready(transfer_id)
         await first.event(PullDone)
@@ -403,7 +404,7 @@ async def test_a_reader_that_dies_costs_one_lease_period() -> None:
     async with Agent(lease_s=2.0, seed=1, tcp_fault="stall:after=64") as prefill:
         async with Agent(lease_s=2.0, seed=2) as decode:
             transfer_id = prefill.lend(THEIRS, TOKENS)
-            decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 10.0)
+            decode.plane.pull(transfer_id, prefill.remote(TOKENS), one_group(OURS), 10.0)
             with pytest.raises(TimeoutError):
                 await prefill.event(LeaseEnded, timeout_s=3.0)
         assert (await prefill.event(LeaseEnded, timeout_s=3.0)).cause == "expired"
@@ -414,7 +415,7 @@ async def test_another_incarnation_at_the_same_address_is_not_taken_for_the_old_
     async with Agent(seed=1) as prefill, Agent(seed=2) as decode:
         transfer_id = prefill.lend(THEIRS, TOKENS)
         old = prefill.remote(TOKENS, engine_id="0123456789abcdef")
-        decode.plane.pull(transfer_id, old, OURS, 0, 10.0)
+        decode.plane.pull(transfer_id, old, one_group(OURS), 10.0)
         failed = await decode.event(PullFailed)
         assert failed.reason == "incarnation"
         assert prefill.config.incarnation in failed.detail
@@ -426,14 +427,14 @@ async def test_a_restarted_producer_is_met_anew() -> None:
         async with Agent(seed=1) as prefill:
             port = prefill.plane.control_port
             transfer_id = prefill.lend(THEIRS, TOKENS)
-            decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 10.0)
+            decode.plane.pull(transfer_id, prefill.remote(TOKENS), one_group(OURS), 10.0)
             await decode.event(PullDone)
             stale = prefill.lend(THEIRS, TOKENS)
             remembered = prefill.remote(TOKENS)
         async with Agent(seed=3, control_port=port) as reborn:
-            decode.plane.pull(stale, remembered, OURS, 0, 10.0)
+            decode.plane.pull(stale, remembered, one_group(OURS), 10.0)
             fresh = reborn.lend(THEIRS, TOKENS)
-            decode.plane.pull(fresh, reborn.remote(TOKENS), OURS, 0, 10.0)
+            decode.plane.pull(fresh, reborn.remote(TOKENS), one_group(OURS), 10.0)
             assert (await decode.event(PullFailed)).reason in ("incarnation", "unreachable")
             assert (await decode.event(PullDone)).transfer_id == fresh
             assert_same_kv(reborn, THEIRS, decode, OURS)
@@ -444,14 +445,16 @@ async def test_an_address_without_a_listener_fails_at_once() -> None:
         with socket.socket() as unused:
             unused.bind(("127.0.0.1", 0))
             remote = prefill.remote(TOKENS, port=unused.getsockname()[1])
-        decode.plane.pull(new_transfer_id(), remote, OURS, 0, 10.0)
+        decode.plane.pull(new_transfer_id(), remote, one_group(OURS), 10.0)
         failed = await decode.event(PullFailed, timeout_s=5.0)
         assert (failed.reason, failed.quiescent) == ("unreachable", True)
 
 
 async def test_an_address_that_makes_no_sense_fails_the_pull_and_nothing_else() -> None:
     async with Agent(seed=1) as prefill, Agent(seed=2) as decode:
-        decode.plane.pull(new_transfer_id(), prefill.remote(TOKENS, host="no such host"), OURS, 0, 2.0)
+        decode.plane.pull(
+            new_transfer_id(), prefill.remote(TOKENS, host="no such host"), one_group(OURS), 2.0
+        )
         assert (await decode.event(PullFailed)).reason in ("unreachable", "deadline")
 
 
@@ -469,8 +472,8 @@ async def test_a_name_that_is_not_resolved_delays_no_other_link(monkeypatch: pyt
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     async with Agent(seed=1) as prefill, Agent(seed=2) as decode:
         slow = new_transfer_id()
-        decode.plane.pull(slow, prefill.remote(TOKENS, host="slow.invalid"), OURS, 0, 10.0)
-        decode.plane.pull(prefill.lend(THEIRS, TOKENS), prefill.remote(TOKENS), OURS, 0, 10.0)
+        decode.plane.pull(slow, prefill.remote(TOKENS, host="slow.invalid"), one_group(OURS), 10.0)
+        decode.plane.pull(prefill.lend(THEIRS, TOKENS), prefill.remote(TOKENS), one_group(OURS), 10.0)
         await decode.event(PullDone)
         assert names == ["slow.invalid"]
         answered.set()
@@ -481,7 +484,7 @@ async def test_a_name_that_is_not_resolved_delays_no_other_link(monkeypatch: pyt
 async def test_a_producer_may_be_addressed_by_name() -> None:
     async with Agent(seed=1) as prefill, Agent(seed=2) as decode:
         remote = prefill.remote(TOKENS, host="localhost")
-        decode.plane.pull(prefill.lend(THEIRS, TOKENS), remote, OURS, 0, 10.0)
+        decode.plane.pull(prefill.lend(THEIRS, TOKENS), remote, one_group(OURS), 10.0)
         await decode.event(PullDone)
         assert_same_kv(prefill, THEIRS, decode, OURS)
 
@@ -491,7 +494,7 @@ async def test_a_listener_that_never_answers_runs_into_the_deadline() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         async with Agent(seed=1) as prefill, Agent(seed=2) as decode:
             remote = prefill.remote(TOKENS, port=silent.getsockname()[1])
-            decode.plane.pull(new_transfer_id(), remote, OURS, 0, 0.5)
+            decode.plane.pull(new_transfer_id(), remote, one_group(OURS), 0.5)
             assert (await decode.event(PullFailed, timeout_s=4.0)).reason == "deadline"
 
 
@@ -516,7 +519,7 @@ async def test_another_layout_is_refused_with_both_values(field: str, ours: obje
         Agent(seed=2) as decode,
     ):
         transfer_id = prefill.lend(THEIRS, TOKENS)
-        decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 10.0)
+        decode.plane.pull(transfer_id, prefill.remote(TOKENS), one_group(OURS), 10.0)
         failed = await decode.event(PullFailed)
         assert failed.reason == "refused"
         assert field in failed.detail
@@ -531,7 +534,7 @@ async def test_a_consumer_without_a_version_in_common_is_refused_by_name(
     async with Agent(seed=1) as prefill, Agent(seed=2) as decode:
         monkeypatch.setattr("kvferry.transfer.consumer.link.VERSIONS", theirs)
         transfer_id = prefill.lend(THEIRS, TOKENS)
-        decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 10.0)
+        decode.plane.pull(transfer_id, prefill.remote(TOKENS), one_group(OURS), 10.0)
         failed = await decode.event(PullFailed)
         assert failed.reason == "refused"
         assert failed.detail == f"version: theirs {wire.VERSIONS}, ours {theirs}"
@@ -540,20 +543,24 @@ async def test_a_consumer_without_a_version_in_common_is_refused_by_name(
 @pytest.mark.parametrize(
     ("changes", "detail"),
     [
-        ({"heads_start": 2}, "heads range(2, 6), not range(0, 4)"),
+        ({"heads_start": 2}, "no rank of theirs has head 0"),
         ({"num_blocks": NUM_BLOCKS - 1}, f"not every rank has {NUM_BLOCKS} blocks"),
         ({"planes": 1}, "planes: theirs 1, ours 2"),
         ({"unit_bytes": 4}, "unit_bytes: theirs 4"),
-        ({"layers": (0,)}, "layers: theirs 1, ours 3"),
+        ({"names": (b"a", b"b", b"c")}, "no rank of theirs has the layer 0000"),
+        ({"groups": ((), ())}, "KV-cache groups: theirs 2, ours 1"),
     ],
 )
 async def test_a_placement_that_makes_no_sense_is_refused(changes: dict[str, Any], detail: str) -> None:
     """What a producer says of its memory is checked before anything is read from there."""
     async with Agent(seed=1) as prefill, Agent(seed=2) as decode:
         hellos = prefill.plane._ranks._hellos
-        placement = msgspec.structs.replace(hellos[0].placement, **changes)
+        placement = hellos[0].placement
+        if changes.keys() <= set(Layers.__struct_fields__):
+            changes = {"groups": ((msgspec.structs.replace(placement.only_layers, **changes),),)}
+        placement = msgspec.structs.replace(placement, **changes)
         hellos[0] = msgspec.structs.replace(hellos[0], placement=placement)
-        decode.plane.pull(prefill.lend(THEIRS, TOKENS), prefill.remote(TOKENS), OURS, 0, 10.0)
+        decode.plane.pull(prefill.lend(THEIRS, TOKENS), prefill.remote(TOKENS), one_group(OURS), 10.0)
         failed = await decode.event(PullFailed)
         assert failed.reason == "refused" and detail in failed.detail
 
@@ -561,7 +568,7 @@ async def test_a_placement_that_makes_no_sense_is_refused(changes: dict[str, Any
 async def test_other_weights_are_refused() -> None:
     async with Agent(seed=1, weights="other") as prefill, Agent(seed=2) as decode:
         transfer_id = prefill.lend(THEIRS, TOKENS)
-        decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 10.0)
+        decode.plane.pull(transfer_id, prefill.remote(TOKENS), one_group(OURS), 10.0)
         failed = await decode.event(PullFailed)
         assert (failed.reason, failed.detail) == ("refused", "weights: theirs other, ours w")
 
@@ -571,7 +578,7 @@ async def test_a_producer_that_refused_us_is_not_asked_again() -> None:
         held = prefill.lend([9], 4)
         decode.plane.hold(held, prefill.remote(4), 10.0)
         for _ in range(2):
-            decode.plane.pull(prefill.lend(THEIRS, TOKENS), prefill.remote(TOKENS), OURS, 0, 10.0)
+            decode.plane.pull(prefill.lend(THEIRS, TOKENS), prefill.remote(TOKENS), one_group(OURS), 10.0)
             assert (await decode.event(PullFailed)).reason == "refused"
         assert decode.plane.stats().refusals == {prefill.config.incarnation: "weights: theirs other, ours w"}
         decode.plane.cancel(held)
@@ -580,7 +587,7 @@ async def test_a_producer_that_refused_us_is_not_asked_again() -> None:
 async def test_another_incarnation_at_the_address_is_remembered_as_a_refusal() -> None:
     async with Agent(seed=1) as prefill, Agent(seed=2) as decode:
         remote = prefill.remote(TOKENS, engine_id="of-an-earlier-life")
-        decode.plane.pull(new_transfer_id(), remote, OURS, 0, 10.0)
+        decode.plane.pull(new_transfer_id(), remote, one_group(OURS), 10.0)
         assert (await decode.event(PullFailed)).reason == "incarnation"
         (why,) = decode.plane.stats().refusals.values()
         assert prefill.config.incarnation in why and "of-an-earlier-life" in why
@@ -636,7 +643,7 @@ async def test_a_connection_that_only_fell_silent_is_replaced(monkeypatch: pytes
             ends: list[type[object]] = []
             for _ in range(3):
                 remote = prefill.remote(TOKENS, port=port)
-                decode.plane.pull(prefill.lend(THEIRS, TOKENS), remote, OURS, 0, 10.0)
+                decode.plane.pull(prefill.lend(THEIRS, TOKENS), remote, one_group(OURS), 10.0)
                 ended = await decode.event((PullDone, PullFailed))
                 ends.append(type(ended))
                 if len(ends) == 1:
@@ -656,15 +663,15 @@ async def test_a_held_transfer_moves_to_the_connection_that_replaces_a_silent_on
         async with forwarder as port:
             held, remote = prefill.lend(THEIRS, TOKENS), prefill.remote(TOKENS, port=port)
             decode.plane.hold(held, remote, 30.0)
-            decode.plane.pull(prefill.lend([9], 4), prefill.remote(4, port=port), [10], 0, 10.0)
+            decode.plane.pull(prefill.lend([9], 4), prefill.remote(4, port=port), one_group([10]), 10.0)
             await decode.event(PullDone)
             forwarder.forget()
-            decode.plane.pull(prefill.lend([11], 4), prefill.remote(4, port=port), [12], 0, 10.0)
+            decode.plane.pull(prefill.lend([11], 4), prefill.remote(4, port=port), one_group([12]), 10.0)
             await decode.event(PullFailed)
             with pytest.raises(TimeoutError):  # but a lease that is not renewed ends
                 while (await prefill.event(LeaseEnded, timeout_s=5.0)).transfer_id != held:
                     pass
-            decode.plane.pull(held, remote, OURS, 0, 10.0)
+            decode.plane.pull(held, remote, one_group(OURS), 10.0)
             await decode.event(PullDone)
             assert_same_kv(prefill, THEIRS, decode, OURS)
 
@@ -672,9 +679,9 @@ async def test_a_held_transfer_moves_to_the_connection_that_replaces_a_silent_on
 async def test_a_wrong_address_for_an_incarnation_costs_only_those_who_give_it() -> None:
     async with Agent(seed=1) as prefill, Agent(seed=3) as other, Agent(seed=2) as decode:
         wrong = prefill.remote(TOKENS, port=other.plane.control_port)
-        decode.plane.pull(new_transfer_id(), wrong, OURS, 0, 10.0)
+        decode.plane.pull(new_transfer_id(), wrong, one_group(OURS), 10.0)
         assert (await decode.event(PullFailed)).reason == "incarnation"
-        decode.plane.pull(prefill.lend(THEIRS, TOKENS), prefill.remote(TOKENS), OURS, 0, 10.0)
+        decode.plane.pull(prefill.lend(THEIRS, TOKENS), prefill.remote(TOKENS), one_group(OURS), 10.0)
         await decode.event(PullDone)
         assert_same_kv(prefill, THEIRS, decode, OURS)
 
@@ -683,7 +690,7 @@ async def test_a_wrong_address_for_an_incarnation_costs_only_those_who_give_it()
 async def test_agents_without_a_backend_in_common_refuse_each_other() -> None:
     async with Agent(seed=1, transfer="nixl") as prefill, Agent(seed=2, transfer="tcp") as decode:
         transfer_id = prefill.lend(THEIRS, TOKENS)
-        decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 10.0)
+        decode.plane.pull(transfer_id, prefill.remote(TOKENS), one_group(OURS), 10.0)
         assert (await decode.event(PullFailed)).detail == "transfers: theirs nixl, ours tcp"
 
 
@@ -692,11 +699,11 @@ async def test_auto_takes_the_best_backend_that_both_have() -> None:
     async with Agent(seed=1, transfer="auto") as prefill, Agent(seed=2, transfer="auto") as decode:
         assert decode.plane.transfers == ("nixl", "tcp")
         transfer_id = prefill.lend(THEIRS, TOKENS)
-        decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 10.0)
+        decode.plane.pull(transfer_id, prefill.remote(TOKENS), one_group(OURS), 10.0)
         assert (await decode.event(PullDone)).backend == "nixl"
     async with Agent(seed=1, transfer="auto") as prefill, Agent(seed=2, transfer="tcp") as decode:
         transfer_id = prefill.lend(THEIRS, TOKENS)
-        decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 10.0)
+        decode.plane.pull(transfer_id, prefill.remote(TOKENS), one_group(OURS), 10.0)
         assert (await decode.event(PullDone)).backend == "tcp"
 
 
@@ -711,7 +718,7 @@ async def test_a_broken_stream_fails_the_pull_frees_the_lease_and_the_next_pull_
         Agent(seed=2, tp_size=decode_tp) as decode,
     ):
         transfer_id = prefill.lend(THEIRS, TOKENS)
-        decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 1.0)
+        decode.plane.pull(transfer_id, prefill.remote(TOKENS), one_group(OURS), 1.0)
         failed = await decode.event(PullFailed)
         assert failed.reason in ("read_failed", "deadline")
         if not failed.quiescent:
@@ -720,7 +727,7 @@ async def test_a_broken_stream_fails_the_pull_frees_the_lease_and_the_next_pull_
         ended = await prefill.event(LeaseEnded)
         assert ended.cause in ("released", "dropped")
         again = prefill.lend(THEIRS, TOKENS)
-        decode.plane.pull(again, prefill.remote(TOKENS), OURS, 0, 10.0)
+        decode.plane.pull(again, prefill.remote(TOKENS), one_group(OURS), 10.0)
         await decode.event(PullDone)
         assert_same_kv(prefill, THEIRS, decode, OURS)
 
@@ -731,7 +738,7 @@ async def test_flipped_bits_arrive_flipped_so_that_a_comparison_can_fail() -> No
     async with Agent(seed=1, tcp_fault=f"flip:start=0,end={block}") as prefill, Agent(seed=2) as decode:
         whole = prefill.heads(THEIRS[0]).clone()
         transfer_id = prefill.lend(THEIRS, TOKENS)
-        decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 10.0)
+        decode.plane.pull(transfer_id, prefill.remote(TOKENS), one_group(OURS), 10.0)
         await decode.event(PullDone)
         assert prefill.heads(THEIRS[0]).equal(whole)
         assert (decode.heads(OURS[0]) != whole).all()
@@ -741,7 +748,7 @@ async def test_flipped_bits_arrive_flipped_so_that_a_comparison_can_fail() -> No
 async def test_a_cancelled_pull_ends_in_one_failure_and_gives_the_producer_its_blocks_back() -> None:
     async with Agent(seed=1, tcp_fault="stall:after=64") as prefill, Agent(seed=2) as decode:
         transfer_id, before = prefill.lend(THEIRS, TOKENS), decode.pools[0].clone()
-        decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 10.0)
+        decode.plane.pull(transfer_id, prefill.remote(TOKENS), one_group(OURS), 10.0)
         async with asyncio.timeout(10.0):
             while decode.pools[0].equal(before):  # the read has not begun
                 await asyncio.sleep(0.01)
@@ -760,14 +767,14 @@ async def test_a_mismatch_of_lengths_is_an_error_not_a_shorter_copy() -> None:
     """X24: the lists of blocks are compared, never zipped to the shorter."""
     async with Agent(seed=1) as prefill, Agent(seed=2) as decode:
         transfer_id = prefill.lend(THEIRS, TOKENS)
-        decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS[:3], 0, 10.0)
+        decode.plane.pull(transfer_id, prefill.remote(TOKENS), one_group(OURS[:3]), 10.0)
         assert (await decode.event(PullFailed)).reason == "mismatch"
 
 
 async def test_other_token_ids_fail_the_pull() -> None:
     async with Agent(seed=1) as prefill, Agent(seed=2) as decode:
         transfer_id = prefill.lend(THEIRS, TOKENS)
-        decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 10.0, "another hash")
+        decode.plane.pull(transfer_id, prefill.remote(TOKENS), one_group(OURS), 10.0, "another hash")
         assert (await decode.event(PullFailed)).reason == "mismatch"
 
 
@@ -799,7 +806,7 @@ async def test_a_backend_that_does_not_work_between_two_agents_gives_way_to_the_
     monkeypatch.setattr("kvferry.transfer.backends.nixl.engine.NixlPeer.poll", unreachable)
     async with Agent(seed=1, transfer="auto") as prefill, Agent(seed=2, transfer="auto") as decode:
         transfer_id = prefill.lend(THEIRS, TOKENS)
-        decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 10.0)
+        decode.plane.pull(transfer_id, prefill.remote(TOKENS), one_group(OURS), 10.0)
         assert (await decode.event(PullDone)).backend == "tcp"
         assert_same_kv(prefill, THEIRS, decode, OURS)
 
@@ -815,7 +822,7 @@ async def test_a_backend_that_failed_once_is_no_refusal_of_the_producer(
 
     monkeypatch.setattr("kvferry.transfer.backends.nixl.engine.NixlPeer.poll", unreachable)
     async with Agent(seed=1, transfer="nixl") as prefill, Agent(seed=2, transfer="auto") as decode:
-        decode.plane.pull(prefill.lend(THEIRS, TOKENS), prefill.remote(TOKENS), OURS, 0, 10.0)
+        decode.plane.pull(prefill.lend(THEIRS, TOKENS), prefill.remote(TOKENS), one_group(OURS), 10.0)
         failed = await decode.event(PullFailed)
         assert (failed.reason, failed.detail) == ("refused", "transfers: theirs nixl, ours tcp")
         assert decode.plane.stats().refusals == {}
@@ -824,7 +831,7 @@ async def test_a_backend_that_failed_once_is_no_refusal_of_the_producer(
 async def test_a_plane_can_be_closed_after_its_ranks() -> None:
     async with Agent(seed=1) as prefill, Agent(seed=2) as decode:
         transfer_id = prefill.lend(THEIRS, TOKENS)
-        decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 10.0)
+        decode.plane.pull(transfer_id, prefill.remote(TOKENS), one_group(OURS), 10.0)
         await decode.event(PullDone)
         for worker in decode.workers:
             worker.close()
@@ -842,7 +849,7 @@ async def test_blocks_move_between_pools_on_a_gpu(transfer: str) -> None:
     ):
         before = decode.heads(0).clone()
         transfer_id = prefill.lend(THEIRS, TOKENS)
-        decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 10.0)
+        decode.plane.pull(transfer_id, prefill.remote(TOKENS), one_group(OURS), 10.0)
         assert (await decode.event(PullDone)).nbytes == len(OURS) * 4 * GEOMETRY.head_block_bytes
         assert_same_kv(prefill, THEIRS, decode, OURS)
         assert decode.heads(0).equal(before)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvferry.transfer.events import LeaseEnded, PullDone, PullFailed, PullQuiescent
+from kvferry.transfer.plane import one_group
 from tests.forked import Forked
 from tests.unit.transfer.agent_process import OURS, THEIRS, TOKENS, consume, produce
 from tests.unit.transfer.rig import Agent, assert_same_kv
@@ -42,11 +43,11 @@ async def test_a_producer_that_was_killed_fails_its_readers_at_once(
     other = start_agent(produce, backend)
     remote, ids = other.said
     async with Agent(transfer=backend, seed=2) as decode:
-        decode.plane.pull(ids[0], remote, OURS, 0, 20.0)
+        decode.plane.pull(ids[0], remote, one_group(OURS), 20.0)
         await decode.event(PullDone)
         other.kill_now()
         begun = time.monotonic()
-        decode.plane.pull(ids[1], remote, OURS, 0, 20.0)
+        decode.plane.pull(ids[1], remote, one_group(OURS), 20.0)
         failed = await decode.event(PullFailed)
         assert failed.reason in ("unreachable", "read_failed")
         assert time.monotonic() - begun < 10.0
@@ -61,18 +62,18 @@ async def test_a_stopped_producer_costs_the_deadline_and_serves_again_when_it_go
     other = start_agent(produce, backend)
     remote, ids = other.said
     async with Agent(transfer=backend, seed=2) as decode:
-        decode.plane.pull(ids[0], remote, OURS, 0, 20.0)
+        decode.plane.pull(ids[0], remote, one_group(OURS), 20.0)
         await decode.event(PullDone)
         other.stop()
         begun = time.monotonic()
-        decode.plane.pull(ids[1], remote, OURS, 0, 0.7)
+        decode.plane.pull(ids[1], remote, one_group(OURS), 0.7)
         failed = await decode.event(PullFailed)
         assert failed.reason == "deadline"
         assert time.monotonic() - begun < 10.0
         other.resume()
         if not failed.quiescent:
             await decode.event(PullQuiescent)
-        decode.plane.pull(ids[2], remote, OURS, 0, 20.0)
+        decode.plane.pull(ids[2], remote, one_group(OURS), 20.0)
         await decode.event(PullDone)
         async with Agent(seed=1) as same:
             assert_same_kv(same, THEIRS, decode, OURS)

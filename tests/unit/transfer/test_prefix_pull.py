@@ -10,6 +10,7 @@ import pytest
 
 from kvferry.transfer.events import LeaseEnded, LoanRequested, PullDone, PullFailed
 from kvferry.transfer.ids import new_transfer_id
+from kvferry.transfer.plane import one_group
 from tests.unit.transfer.rig import GEOMETRY, Agent, assert_same_kv
 from tests.unit.transfer.test_plane import BACKENDS
 
@@ -61,7 +62,7 @@ async def test_two_agents_borrow_from_each_other_and_pull_at_once(transfer: str)
         Agent(seed=2, lends_prefixes=True, transfer=transfer) as prefill,
     ):
         prefill.plane.pull_prefix(new_transfer_id(), decode.remote(16), OURS, HASHES, 10.0)
-        decode.plane.pull(prefill.lend([1, 2], 8), prefill.remote(8), [30, 31], 0, 10.0)
+        decode.plane.pull(prefill.lend([1, 2], 8), prefill.remote(8), one_group([30, 31]), 10.0)
         await answer(decode, CACHED)
         await prefill.event(PullDone)
         await decode.event(PullDone)

@@ -15,6 +15,7 @@ from kvferry.transfer.control.messages import MAX_FRAME_BYTES, Opened, decode_re
 from kvferry.transfer.events import LeaseEnded, PullDone, PullFailed
 from kvferry.transfer.ids import TransferId, new_transfer_id
 from kvferry.transfer.layout import KVGeometry
+from kvferry.transfer.plane import one_group
 from kvferry.transfer.producer.checksum_publisher import ChecksumPublisher
 from kvferry.transfer.ranks.group import RankGroup
 from tests.unit.transfer.rig import GEOMETRY, Agent, assert_same_kv
@@ -39,8 +40,8 @@ async def test_what_arrives_whole_is_taken_at_every_tp_ratio(
             for pool in prefill.pools:
                 pool.copy_(prefill.pools[0])
         transfer_id = new_transfer_id()
-        decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 1, 10.0)
-        prefill.plane.register(transfer_id, THEIRS, TOKENS, "hash", 30.0)
+        decode.plane.pull(transfer_id, prefill.remote(TOKENS), one_group(OURS, 1), 10.0)
+        prefill.plane.register(transfer_id, one_group(THEIRS), TOKENS, "hash", 30.0)
         prefill.plane.advance(transfer_id, 2)
         prefill.plane.ready(transfer_id)
         await decode.event(PullDone)
@@ -59,12 +60,12 @@ async def test_what_was_damaged_on_its_way_is_thrown_away_and_the_next_is_not() 
         Agent(seed=2, verify_kv=True) as decode,
     ):
         damaged, sound = prefill.lend(THEIRS, TOKENS), prefill.lend([11], 4)
-        decode.plane.pull(damaged, prefill.remote(TOKENS), OURS, 0, 10.0)
+        decode.plane.pull(damaged, prefill.remote(TOKENS), one_group(OURS), 10.0)
         failed = await decode.event(PullFailed)
         assert (failed.reason, failed.quiescent) == ("checksum", True)
         assert "1 of 20 slices differ, first block 20, head 1" in failed.detail
         assert (await prefill.event(LeaseEnded)).transfer_id == damaged
-        decode.plane.pull(sound, prefill.remote(4), [12], 0, 10.0)
+        decode.plane.pull(sound, prefill.remote(4), one_group([12]), 10.0)
         await decode.event(PullDone)
         assert decode.plane.stats().pull_failures == {"checksum": 1}
 
@@ -72,7 +73,7 @@ async def test_what_was_damaged_on_its_way_is_thrown_away_and_the_next_is_not() 
 async def test_a_producer_without_checksums_is_refused_with_both_values() -> None:
     async with Agent(seed=1) as prefill, Agent(seed=2, verify_kv=True) as decode:
         transfer_id = prefill.lend(THEIRS, TOKENS)
-        decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 10.0)
+        decode.plane.pull(transfer_id, prefill.remote(TOKENS), one_group(OURS), 10.0)
         failed = await decode.event(PullFailed)
         assert failed.reason == "refused"
         assert failed.detail == "verify_kv: theirs off, ours on"
@@ -81,7 +82,7 @@ async def test_a_producer_without_checksums_is_refused_with_both_values() -> Non
 async def test_a_consumer_that_does_not_verify_may_read_from_a_producer_that_does() -> None:
     async with Agent(seed=1, verify_kv=True) as prefill, Agent(seed=2) as decode:
         transfer_id = prefill.lend(THEIRS, TOKENS)
-        decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 10.0)
+        decode.plane.pull(transfer_id, prefill.remote(TOKENS), one_group(OURS), 10.0)
         await decode.event(PullDone)
         assert_same_kv(prefill, THEIRS, decode, OURS)
 

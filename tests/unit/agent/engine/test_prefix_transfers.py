@@ -10,7 +10,7 @@ import pytest
 from kvferry.agent.engine.blocks import hash_blocks
 from kvferry.agent.engine.prefix_transfers import MAX_PAUSE_S, PAUSE_S
 from kvferry.agent.messages.requests import Output, PrefixSource, RequestFailed, Submit
-from kvferry.transfer.plane import MAX_LOAN_S
+from kvferry.transfer.plane import MAX_LOAN_S, one_group
 from tests.standins.connector import StandInPrefixPull
 from tests.standins.model import StandInRunner, next_token
 from tests.unit.agent.engine.test_scheduler import chunks_run, make_engine, numbers, start_pull
@@ -291,7 +291,7 @@ def test_who_does_not_borrow(changes: dict[str, object]) -> None:
 
 def test_a_transfer_that_was_used_fails_the_request_when_its_prefix_has_come() -> None:
     engine, transfer_id, _ = borrowing()
-    engine.connector.register("t-p", [39], 1, "hash", 1.0)
+    engine.connector.register("t-p", one_group([39]), 1, "hash", 1.0)
     engine.connector.end_lease("t-p", "released")
     arrive(engine, transfer_id, 3)
     engine.step()

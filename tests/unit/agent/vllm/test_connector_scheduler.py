@@ -11,14 +11,30 @@ from typing import Any
 import pytest
 
 from kvferry.agent.vllm.connector_scheduler import KvferryConnectorScheduler, prompt_hash
+from kvferry.agent.vllm.kv_groups import KvGroup, groups_of
 from kvferry.agent.vllm.plane_thread import Event, LeaseRefused
+from kvferry.agent.vllm.settings import NotServed
 from kvferry.proxy.wire.registration import Incarnation, LinkUse
 from kvferry.transfer.events import LeaseEnded, PullDone, PullFailed, PullQuiescent
-from kvferry.transfer.plane import RemotePrompt
+from kvferry.transfer.plane import BlockRun, RemotePrompt, one_group
 from tests.standins.vllm_scheduler import Status, VllmRequest, VllmScheduler, prompt
+from tests.standins.vllm_specs import (
+    ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 
 BLOCK, BLOCKS = 4, 64
 HAND_OVER = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+def _group(spec: Any) -> KvGroup:
+    (group,) = groups_of(KVCacheConfig(BLOCKS, [KVCacheGroupSpec(["layer"], spec)]))
+    return group
 
 
 class StandInPlane:
@@ -27,18 +43,17 @@ class StandInPlane:
     control_port = 6301
 
     def __init__(self) -> None:
-        self.lent: dict[str, list[int]] = {}
+        self.lent: dict[str, list[BlockRun]] = {}
         self.held: list[str] = []
-        self.pulls: dict[str, tuple[list[int], int, str]] = {}
+        self.pulls: dict[str, tuple[list[BlockRun], str]] = {}
         self.cancelled: list[str] = []
         self.dropped: list[str] = []
         self.events: list[Event] = []
 
     def register_lease(
-        self, transfer_id: str, block_ids: Sequence[int], num_tokens: int, ids_hash: str, limit_s: float
+        self, transfer_id: str, runs: Sequence[BlockRun], num_tokens: int, ids_hash: str, limit_s: float
     ) -> None:
-        assert len(block_ids) == -(-num_tokens // BLOCK)
-        self.lent[transfer_id] = list(block_ids)
+        self.lent[transfer_id] = list(runs)
 
     def drop(self, transfer_id: str) -> None:
         self.dropped.append(transfer_id)
@@ -50,13 +65,13 @@ class StandInPlane:
         self,
         transfer_id: str,
         remote: RemotePrompt,
-        block_ids: Sequence[int],
-        first_block: int,
+        runs: Sequence[BlockRun],
         timeout_s: float,
         ids_hash: str,
     ) -> None:
         assert transfer_id in self.held
-        self.pulls[transfer_id] = list(block_ids), first_block, ids_hash
+        assert not any(0 in run.ids for run in runs), "0 is vLLM's null block"
+        self.pulls[transfer_id] = list(runs), ids_hash
 
     def cancel(self, transfer_id: str) -> None:
         self.cancelled.append(transfer_id)
@@ -69,17 +84,20 @@ class StandInPlane:
 class Engine:
     """One server."""
 
-    def __init__(self, *, fails: bool = False, role: str = "both") -> None:
+    def __init__(
+        self, *specs: Any, fails: bool = False, role: str = "both", continuable: bool = True
+    ) -> None:
+        specs = specs or (FullAttentionSpec(BLOCK),)
         self.plane = StandInPlane()
         self.scheduler = KvferryConnectorScheduler(
             self.plane,
             incarnation="i" * 16,
             host="10.0.0.1",
             tp_size=1,
-            block_size=BLOCK,
+            groups=[_group(spec) for spec in specs],
             lends=role != "decode",
             fetches=role != "prefill",
-            continuable=True,
+            continuable=continuable,
             lease_limit_s=150.0,
             pull_timeout_s=30.0,
             hold_timeout_s=120.0,
@@ -87,7 +105,7 @@ class Engine:
             num_blocks=BLOCKS,
             free_blocks=lambda: len(self.vllm.free),
         )
-        self.vllm = VllmScheduler(self.scheduler, BLOCKS, BLOCK, fails=fails)
+        self.vllm = VllmScheduler(self.scheduler, BLOCKS, *specs, fails=fails)
 
     def fetch(self, name: str, transfer_id: str, length: int = 10, **fields: Any) -> VllmRequest:
         ids = fields.pop("ids", prompt(length))
@@ -103,7 +121,7 @@ class Engine:
 
     def check_all_free(self) -> None:
         self.vllm.check_integrity()
-        assert not self.vllm.requests and len(self.vllm.free) == BLOCKS
+        assert not self.vllm.requests and len(self.vllm.free) == BLOCKS - 1
         assert not self.scheduler._fetches and not self.scheduler._lent and not self.scheduler._tasks
         assert self.scheduler.requests == self.scheduler.leased_blocks == 0
 
@@ -152,7 +170,7 @@ def test_a_prompt_is_lent_until_its_lease_has_ended() -> None:
         "remote_engine_id": "i" * 16, "remote_host": "10.0.0.1", "remote_port": 6301,
         "remote_num_tokens": 10, "remote_tp_size": 1, "remote_dp_rank": 0, "continuable": True,
     }  # fmt: skip
-    assert engine.plane.lent == {"t": request.blocks} and len(request.blocks) == 3
+    assert engine.plane.lent == {"t": list(one_group(request.blocks))} and len(request.blocks) == 3
     engine.vllm.step()
     assert engine.vllm.requests
     engine.plane.events.append(LeaseEnded(transfer_id="t", cause="expired"))
@@ -184,7 +202,7 @@ def test_a_block_that_several_prompts_share_is_one_leased_block() -> None:
         task = HAND_OVER | {"transfer_id": f"t{number}"}
         request = VllmRequest(f"p{number}", prompt(3 * BLOCK), task, status=Status.FINISHED_STOPPED)
         engine.scheduler.on_new_request(request)
-        engine.scheduler.request_finished(request, blocks)
+        engine.scheduler.request_finished(request, [blocks])
     leased = [engine.scheduler.leased_blocks]
     for number in range(2):
         engine.plane.events.append(LeaseEnded(transfer_id=f"t{number}", cause="released"))
@@ -237,7 +255,7 @@ def test_a_prompt_is_computed_only_after_its_proof() -> None:
     for _ in range(3):
         engine.vllm.step()
     assert request.status is Status.WAITING_FOR_REMOTE_KVS
-    assert engine.plane.pulls["t"] == (request.blocks, 0, prompt_hash(request, 10))
+    assert engine.plane.pulls["t"] == (list(one_group(request.blocks)), prompt_hash(request, 10))
     engine.plane.events.append(done("t"))
     engine.vllm.step()
     engine.vllm.step()
@@ -252,7 +270,7 @@ def test_a_local_prefix_shortens_the_pull_and_a_whole_one_needs_none() -> None:
     engine = Engine()
     request = engine.fetch("d", "t", length=10, cached=4)
     engine.vllm.step()
-    assert engine.plane.pulls["t"][:2] == (request.blocks, 1)
+    assert engine.plane.pulls["t"][0] == list(one_group(request.blocks, 1))
     whole = engine.fetch("w", "u", length=8, cached=8)
     engine.vllm.step()
     assert whole.status is Status.RUNNING and engine.plane.cancelled == ["u"]
@@ -272,8 +290,8 @@ def test_an_extended_prompt_fetches_what_was_lent() -> None:
     engine = Engine()
     request = engine.fetch("d", "t", length=10, ids=prompt(14))
     engine.vllm.step()
-    blocks, first, ids_hash = engine.plane.pulls["t"]
-    assert (blocks, first) == (request.blocks[:3], 0)
+    runs, ids_hash = engine.plane.pulls["t"]
+    assert runs == list(one_group(request.blocks[:3]))
     assert ids_hash == prompt_hash(VllmRequest("x", prompt(10)), 10)
 
 
@@ -582,3 +600,133 @@ class Life:
         for transfer_id in [each for each in plane.lent if self.dice.random() < chance]:
             plane.events.append(LeaseEnded(transfer_id=transfer_id, cause="released"))
             del plane.lent[transfer_id]
+
+
+FULL = FullAttentionSpec(BLOCK)
+HYBRIDS: dict[str, tuple[Any, ...]] = {
+    "windows": (SlidingWindowSpec(BLOCK, sliding_window=6), FULL),
+    "chunks": (FULL, ChunkedLocalAttentionSpec(BLOCK, attention_chunk_size=8)),
+    "states": (FULL, MambaSpec(2 * BLOCK)),
+    "states without a prefix cache": (MambaSpec(1024, mamba_cache_mode="none"), FULL),
+    "one group of windows": (SlidingWindowSpec(BLOCK, sliding_window=6),),
+}
+hybrids = pytest.mark.parametrize("specs", HYBRIDS.values(), ids=HYBRIDS)
+lengths = pytest.mark.parametrize("length", [2, 5, 8, 9, 15, 16, 17])
+"""At 8, 9, 16 and 17 a chunk, a block or a window begins."""
+
+
+@hybrids
+@lengths
+def test_a_hybrid_lends_all_but_the_last_token(specs: tuple[Any, ...], length: int) -> None:
+    """H1: a window or a state that holds the last token cannot be gone on from."""
+    engine = Engine(*specs)
+    request = engine.prefilled("p", "t", length)
+    assert request.params is not None and request.params["remote_num_tokens"] == length - 1
+    assert (request.max_tokens, request._all_token_ids) == (1, prompt(length - 1))
+    runs = engine.plane.lent["t"]
+    assert [run.first for run in runs] == [spec.first_kept(length - 1) for spec in specs]
+    assert [run.end for run in runs] == [-(-(length - 1) // spec.block_size) for spec in specs]
+    assert engine.scheduler.leased_blocks == sum(len(run.ids) for run in runs)
+    engine.plane.events.append(LeaseEnded(transfer_id="t", cause="released"))
+    engine.vllm.step()
+    engine.check_all_free()
+
+
+@hybrids
+@lengths
+def test_a_hybrid_fetches_what_each_group_keeps(specs: tuple[Any, ...], length: int) -> None:
+    engine = Engine(*specs)
+    request = engine.vllm.add(VllmRequest("d", prompt(length + 1), fetch_params("t", length)))
+    engine.vllm.step()
+    runs, ids_hash = engine.plane.pulls["t"]
+    assert ids_hash == prompt_hash(request, length)
+    assert [run.first for run in runs] == [spec.first_kept(length) for spec in specs]
+    assert [run.end for run in runs] == [-(-length // spec.block_size) for spec in specs]
+    assert [list(run.ids) for run in runs] == [
+        group[run.first : run.end] for run, group in zip(runs, request.groups, strict=True)
+    ]
+    engine.plane.events.append(done("t"))
+    engine.vllm.step()
+    engine.vllm.step()
+    assert engine.vllm.computed == {"d": length}
+
+
+@hybrids
+def test_a_hybrid_computes_a_prompt_of_which_all_was_lent(specs: tuple[Any, ...]) -> None:
+    engine = Engine(*specs)
+    engine.fetch("d", "t", 9)
+    engine.vllm.step()
+    assert engine.vllm.computed == {"d": 0} and engine.plane.cancelled == ["t"] and not engine.plane.pulls
+    assert engine.scheduler.take_figures() == {"whole_prompts": 1}
+
+
+@pytest.mark.parametrize("continuable", [True, False])
+def test_the_last_token_stays_where_the_prefills_token_is_shown(continuable: bool) -> None:
+    """The decode leg's prompt is then one token longer."""
+    engine = Engine(*HYBRIDS["windows"], continuable=continuable)
+    params = HAND_OVER | {"transfer_id": "t", "first_token": True}
+    request = engine.vllm.add(VllmRequest("p", prompt(9), params))
+    engine.vllm.step()
+    engine.vllm.finish(request)
+    assert request.params is not None and request.params["remote_num_tokens"] == (9 if continuable else 8)
+
+
+def test_the_last_token_stays_where_all_tokens_are_kept() -> None:
+    assert (Engine().prefilled("p", "t", 9).params or {})["remote_num_tokens"] == 9
+
+
+IMAGE = SimpleNamespace(identifier="i", mm_position=SimpleNamespace(offset=6, length=3))
+
+
+@pytest.mark.parametrize(
+    ("length", "fields"),
+    [(1, {}), (9, {"skips_cache": True}), (9, {"mm_features": (IMAGE,)})],
+    ids=["one token", "prompt logprobs", "an image at the end"],
+)
+def test_a_prompt_that_cannot_be_left_short_is_lent_whole(length: int, fields: dict[str, Any]) -> None:
+    engine = Engine(*HYBRIDS["windows"])
+    request = engine.prefilled("p", "t", length, **fields)
+    assert request.params is not None and request.params["remote_num_tokens"] == length
+    assert request._all_token_ids == prompt(length)
+
+
+@hybrids
+def test_what_holds_more_than_the_prompt_is_not_lent(specs: tuple[Any, ...]) -> None:
+    """H2: a state is the one after exactly the tokens that were computed."""
+    engine = Engine(*specs)
+    request = engine.vllm.add(VllmRequest("p", prompt(9), HAND_OVER | {"transfer_id": "t"}))
+    engine.vllm.step()
+    request.num_computed_tokens += 1
+    engine.vllm.finish(request)
+    assert request.params is None and not engine.plane.lent
+    assert engine.scheduler.take_figures() == {"not_lent": 1}
+    engine.check_all_free()
+
+
+def test_a_hole_among_a_prompts_blocks_is_not_lent() -> None:
+    engine = Engine()
+    request = engine.vllm.add(VllmRequest("p", prompt(12), HAND_OVER | {"transfer_id": "t"}))
+    engine.vllm.step()
+    hole, request.blocks[1] = request.blocks[1], 0
+    engine.vllm.free.append(hole)
+    engine.vllm.finish(request)
+    assert request.params is None and engine.scheduler.take_figures() == {"not_lent": 1}
+
+
+def test_a_hole_among_blocks_to_be_written_is_never_written_to() -> None:
+    engine = Engine()
+    request = VllmRequest("d", prompt(13), fetch_params("t", 12))
+    engine.scheduler.on_new_request(request)
+    assert engine.scheduler.get_num_new_matched_tokens(request, 0) == (12, True)
+    engine.scheduler.update_state_after_alloc(request, [[5, None, 6, 7]], 12)
+    assert engine.plane.cancelled == ["t"] and not engine.plane.pulls
+    metadata = engine.scheduler.build_metadata(0)
+    assert metadata.received == metadata.failed == {"d"} and not metadata.failed_blocks
+    assert engine.scheduler.take_figures() == {"failed_transfers:mismatch": 1, "recomputed": 1}
+
+
+def test_a_kind_of_kv_that_is_not_known_is_refused_by_name() -> None:
+    with pytest.raises(NotServed, match="CircularBufferSpec"):
+        _group(CircularBufferSpec(BLOCK))
+    with pytest.raises(NotServed, match="host memory"):
+        groups_of(KVCacheConfig(BLOCKS, [KVCacheGroupSpec(["layer"], FULL, enable_kv_transfer=False)]))

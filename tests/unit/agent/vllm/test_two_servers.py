@@ -16,12 +16,20 @@ import pytest
 import torch
 
 from kvferry.agent.vllm.connector_worker import KvferryConnectorWorker
-from kvferry.agent.vllm.settings import NotServed, read_settings
+from kvferry.agent.vllm.kv_groups import RankShape, groups_of
+from kvferry.agent.vllm.settings import read_settings
 from kvferry.agent.vllm.startup import start_connector_scheduler
 from kvferry.proxy.wire.registration import Role
 from kvferry.transfer.layout import split_heads
 from tests.patience import patient
 from tests.standins.vllm_scheduler import Status, VllmRequest, VllmScheduler, prompt
+from tests.standins.vllm_specs import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 
 BLOCK, BLOCKS, LAYERS, HEADS, DIM = 4, 16, 3, 4, 8
 LENGTH = 18
@@ -59,13 +67,15 @@ def vllm_config(tp_size: int, **changes: Any) -> Any:
         model="org/model", revision=None, hf_config=SimpleNamespace(_commit_hash="c"), seed=0,
         hf_text_config=text_config, quantization=None, dtype="bfloat16",
         tokenizer="org/model", tokenizer_revision=None, max_model_len=1024,
-        served_model_name=["m"], get_total_num_kv_heads=lambda: HEADS, get_diff_sampling_param=dict,
+        served_model_name=["m"], get_total_num_kv_heads=lambda: HEADS, get_head_size=lambda: DIM,
+        get_diff_sampling_param=dict,
     )  # fmt: skip
     vars(model).update(changes)
     return SimpleNamespace(
         model_config=model,
         load_config=SimpleNamespace(load_format="auto"),
-        cache_config=SimpleNamespace(block_size=BLOCK),
+        cache_config=SimpleNamespace(block_size=BLOCK, cache_dtype="auto"),
+        speculative_config=None,
         scheduler_config=SimpleNamespace(max_num_seqs=4),
     )
 
@@ -77,11 +87,23 @@ class Server:
         self, stack: ExitStack, role: Role, *, order: str, tp_size: int, seed: int, **changes: Any
     ) -> None:
         settings = read_settings({"control_port": 0, "lease_s": 1.0})
-        heads = [split_heads(HEADS, tp_size, rank) for rank in range(tp_size)]
-        self.caches = [caches(order, len(each), seed + rank) for rank, each in enumerate(heads)]
+        heads = len(split_heads(HEADS, tp_size, 0))
+        make = hybrid_caches if order == "hybrid" else caches
+        self.caches = [make(order, heads, seed + rank) for rank in range(tp_size)]
+        groups = (
+            HYBRID
+            if order == "hybrid"
+            else [KVCacheGroupSpec(list(self.caches[0]), FullAttentionSpec(BLOCK, heads))]
+        )
+        self.specs = [group.kv_cache_spec for group in groups]
         workers = [
             KvferryConnectorWorker(
-                settings, each, rank=rank, heads=heads[rank], num_blocks=BLOCKS, block_size=BLOCK
+                settings,
+                each,
+                groups,
+                RankShape(
+                    tp_rank=rank, tp_size=tp_size, num_blocks=BLOCKS, model_heads=HEADS, cache_dtype="auto"
+                ),
             )
             for rank, each in enumerate(self.caches)
         ]
@@ -92,11 +114,12 @@ class Server:
             vllm_config(tp_size, **changes),
             role,
             [worker.facts for worker in workers],
+            groups_of(KVCacheConfig(BLOCKS, groups)),
             version="0.32.0",
             free_blocks=lambda: 0,
         )
         stack.callback(self.plane.close)
-        self.vllm = VllmScheduler(self.scheduler, BLOCKS, BLOCK)
+        self.vllm = VllmScheduler(self.scheduler, BLOCKS, *self.specs)
 
     def until(self, condition: Callable[[], bool]) -> None:
         """Step until it holds."""
@@ -187,9 +210,79 @@ def test_another_models_kv_is_refused() -> None:
 
 
 @pytest.mark.parametrize("order", ["LBNHC", "BLNHC"])
-def test_a_layout_that_mixes_heads_is_refused_by_the_name_of_the_setting(order: str) -> None:
-    with ExitStack() as stack, pytest.raises(NotServed, match="VLLM_KV_CACHE_LAYOUT"):
-        Server(stack, "prefill", order=order, tp_size=1, seed=0)
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_a_layout_that_mixes_heads_is_read_by_whole_pages(order: str, tp_size: int) -> None:
+    with pair((order, order), (tp_size, tp_size)) as (producer, consumer):
+        lent, theirs = lend(producer)
+        request = consumer.vllm.add(VllmRequest("d", prompt(LENGTH), lent.params))
+        consumer.until(lambda: request.status is Status.RUNNING)
+        assert consumer.vllm.computed == {"d": LENGTH - 1}
+        assert torch.equal(consumer.kv(request.blocks), producer.kv(theirs))
+
+
+@pytest.mark.parametrize(("orders", "tp_sizes"), [(("LBNHC", "LBNHC"), (1, 2)), (("LBNHC", "LBHNC"), (1, 1))])
+def test_whole_pages_of_another_split_or_order_are_refused(
+    orders: tuple[str, str], tp_sizes: tuple[int, int]
+) -> None:
+    with pair(orders, tp_sizes) as (producer, consumer):
+        lent, _ = lend(producer)
+        request = consumer.vllm.add(VllmRequest("d", prompt(LENGTH), lent.params))
+        consumer.until(lambda: request.status is Status.RUNNING)
+        assert consumer.vllm.computed == {"d": 0}
+        assert consumer.scheduler.take_figures() == {"failed_transfers:refused": 1, "recomputed": 1}
+
+
+WINDOW, STATE_BYTES = 6, 40
+HYBRID = [
+    KVCacheGroupSpec(["full.0", "full.1"], FullAttentionSpec(BLOCK, HEADS)),
+    KVCacheGroupSpec(["window.0", "window.1"], SlidingWindowSpec(BLOCK, HEADS, sliding_window=WINDOW)),
+    KVCacheGroupSpec(["state.0"], MambaSpec(2 * BLOCK)),
+]
+
+
+def hybrid_caches(order: str, heads: int, seed: int) -> dict[str, torch.Tensor]:
+    """As vLLM 0.29+ has them: every group's layers begin at the same bytes, and a state's page is padded."""
+    page = heads * BLOCK * 2 * DIM
+    memory = torch.rand((BLOCKS, 2, heads, BLOCK, 2 * DIM), generator=torch.Generator().manual_seed(seed))
+    pages = memory.view(torch.int8).as_strided(
+        (BLOCKS, 1, 1, STATE_BYTES), (2 * page * 4, STATE_BYTES, STATE_BYTES, 1)
+    )
+    layers = {f"{kind}.{layer}": memory[:, layer] for kind in ("full", "window") for layer in range(2)}
+    return layers | {"state.0": pages}
+
+
+@pytest.mark.parametrize("length", [LENGTH, 13, 17])
+def test_each_group_of_a_hybrid_gets_its_own_blocks(length: int) -> None:
+    with pair(("hybrid", "hybrid")) as (producer, consumer):
+        params = HAND_OVER | {"transfer_id": "t"}
+        lent = producer.vllm.add(VllmRequest("p", prompt(length), params))
+        producer.vllm.step()
+        theirs = [list(group) for group in lent.groups]
+        producer.vllm.finish(lent)
+        before = {name: cache.clone() for name, cache in consumer.caches[0].items()}
+        request = consumer.vllm.add(VllmRequest("d", prompt(length), lent.params))
+        consumer.vllm.step()
+        allocated = [list(group) for group in request.groups]
+        consumer.until(lambda: request.status is Status.RUNNING)
+        assert consumer.vllm.computed == {"d": length - 1}
+        written: set[int] = set()
+        for spec, group, ours, other in zip(consumer.specs, HYBRID, allocated, theirs, strict=True):
+            kept = range(spec.first_kept(length - 1), -(-(length - 1) // spec.block_size))
+            for name in group.layer_names:
+                for position in kept:
+                    assert torch.equal(
+                        consumer.caches[0][name][ours[position]], producer.caches[0][name][other[position]]
+                    )
+            written |= {ours[position] for position in kept}
+        untouched = [block for block in range(BLOCKS) if block not in written]
+        for name, cache in consumer.caches[0].items():
+            assert torch.equal(cache[untouched], before[name][untouched])
+        figures = consumer.scheduler.take_figures()
+        assert figures["transfers"] == 1
+        producer.until(lambda: not producer.vllm.requests)
+        consumer.vllm.finish(request)
+        for server in (producer, consumer):
+            server.vllm.check_integrity()
 
 
 def test_an_engine_whose_api_process_has_gone_ends() -> None:

@@ -12,6 +12,7 @@ from kvferry.transfer.consumer.pull import (
     MAX_ATTEMPTS,
     Emit,
     EnsureLink,
+    GroupRead,
     Pull,
     PullState,
     ReadBlocks,
@@ -24,6 +25,7 @@ from kvferry.transfer.consumer.pull import (
 from kvferry.transfer.control.messages import Grant
 from kvferry.transfer.events import PullDone, PullFailed, PullQuiescent, RankRead
 from kvferry.transfer.ids import TransferId
+from kvferry.transfer.plane import BlockRun, one_group
 from kvferry.transfer.ranks.aggregate import Outcome
 from kvferry.transfer.ranks.messages import CancelRead
 from kvferry.transfer.sampled_tokens import SampledToken, SampledTokens
@@ -38,16 +40,21 @@ def grant(ids: tuple[int, ...], *, first: int = 0, ready: bool = True, tokens: i
     return Grant(ready, first, ids, tokens, "hash")
 
 
+def reads(seq: int, local: tuple[int, ...], remote: tuple[int, ...]) -> ReadBlocks:
+    """At an engine with one group."""
+    return ReadBlocks(seq, (GroupRead(0, local, remote),))
+
+
 def opening(first_block: int = 0) -> Pull:
     pull = Pull(TransferId("t"), 40)
-    assert pull.start(1.0, OURS, first_block, None) == [EnsureLink()]
+    assert pull.start(1.0, one_group(OURS, first_block), None) == [EnsureLink()]
     assert pull.connected("tcp") == [SendOpen(0)]
     return pull
 
 
 def reading() -> Pull:
     pull = opening()
-    assert pull.opened(2.0, grant((3, 4, 5))) == [ReadBlocks(0, OURS, (3, 4, 5))]
+    assert pull.opened(2.0, grant((3, 4, 5))) == [reads(0, OURS, (3, 4, 5))]
     return pull
 
 
@@ -116,7 +123,7 @@ def borrowed(num_blocks: int, ids: tuple[int, ...], **changes: Any) -> Grant:
 def test_of_a_borrowed_prefix_the_blocks_that_the_peer_has_are_read_and_proven() -> None:
     pull = asking()
     assert pull.lent(2.0, 2) == [SendOpen(0)]
-    assert pull.opened(3.0, borrowed(2, (7, 8))) == [ReadBlocks(0, OURS[:2], (7, 8))]
+    assert pull.opened(3.0, borrowed(2, (7, 8))) == [reads(0, OURS[:2], (7, 8))]
     assert pull.read_ended(0, GOOD) == [SendRelease(read_ok=True)]
     (done,) = events(pull.released(5.0, True))
     assert isinstance(done, PullDone)
@@ -190,9 +197,9 @@ def test_without_the_proof_the_bytes_are_thrown_away() -> None:
 
 def test_chunks_are_read_as_they_come_and_the_proof_is_asked_for_after_the_last() -> None:
     pull = opening()
-    assert pull.opened(2.0, grant((3,), ready=False)) == [ReadBlocks(0, (10,), (3,)), SendOpen(1)]
+    assert pull.opened(2.0, grant((3,), ready=False)) == [reads(0, (10,), (3,)), SendOpen(1)]
     assert pull.pending() == [SendOpen(1)]
-    assert pull.opened(3.0, grant((4, 5), first=1)) == [ReadBlocks(1, (11, 12), (4, 5))]
+    assert pull.opened(3.0, grant((4, 5), first=1)) == [reads(1, (11, 12), (4, 5))]
     assert pull.read_ended(1, GOOD) == []
     assert pull.read_ended(0, GOOD) == [SendRelease(read_ok=True)]
 
@@ -227,7 +234,7 @@ def test_a_chunk_that_arrives_early_does_not_end_the_pull() -> None:
 
 
 def test_cached_blocks_are_skipped() -> None:
-    assert opening(2).opened(2.0, grant((3, 4, 5))) == [ReadBlocks(0, (12,), (5,))]
+    assert opening(2).opened(2.0, grant((3, 4, 5))) == [reads(0, (12,), (5,))]
     assert opening(3).opened(2.0, grant((3, 4, 5))) == [SendRelease(read_ok=True)]
 
 
@@ -297,7 +304,7 @@ def test_a_hold_ends_without_an_event() -> None:
 
 def test_a_pull_that_never_opened_drops_the_lease() -> None:
     pull = Pull(TransferId("t"), 40)
-    pull.start(1.0, OURS, 0, None)
+    pull.start(1.0, one_group(OURS), None)
     effects = pull.fail("cancelled")
     assert effects[0] == SendDrop()
     assert failure(effects).quiescent
@@ -352,7 +359,7 @@ def test_in_any_order_of_events_there_is_one_end_and_it_is_honest(history: list[
 def verifying() -> Pull:
     """Both chunks have been read."""
     pull = Pull(TransferId("t"), 40, verify=True)
-    pull.start(1.0, OURS, 1, None)
+    pull.start(1.0, one_group(OURS, 1), None)
     pull.connected("tcp")
     pull.opened(2.0, Grant(False, 0, (3, 4), 40, "hash", (b"3", b"4")))
     pull.opened(2.0, Grant(True, 2, (5,), 40, "hash", (b"5",)))
@@ -386,15 +393,82 @@ def test_a_pull_that_ends_while_it_verifies_does_not_wait_for_the_sums() -> None
 
 def test_blocks_without_checksums_are_not_taken_where_they_are_wanted() -> None:
     pull = Pull(TransferId("t"), 40, verify=True)
-    pull.start(1.0, OURS, 0, None)
+    pull.start(1.0, one_group(OURS), None)
     pull.connected("tcp")
     assert failure(pull.opened(2.0, Grant(True, 0, (3, 4, 5), 40, "hash", (b"3",)))).reason == "mismatch"
 
 
 def test_a_full_hit_has_nothing_to_verify() -> None:
     pull = Pull(TransferId("t"), 40, verify=True)
-    pull.start(1.0, OURS, 3, None)
+    pull.start(1.0, one_group(OURS, 3), None)
     pull.connected("tcp")
     assert pull.opened(2.0, Grant(True, 0, (3, 4, 5), 40, "hash", (b"3", b"4", b"5"))) == [
         SendRelease(read_ok=True)
     ]
+
+
+GROUPS = (BlockRun(1, (10, 11)), BlockRun(2, (20,)), BlockRun(3, ()), BlockRun(2, (30,)))
+"""Of a prompt of three blocks: its first is cached for the first group, two are outside of the second's
+window, the third keeps nothing of it, and of the last one state is left.
+"""
+LEASED = ((0, 3), (1, 2), (3, 0), (2, 1))
+THEIR_BLOCKS = (3, 4, 5, 6, 7, 8)
+
+
+def opening_groups() -> Pull:
+    pull = Pull(TransferId("t"), 48)
+    pull.start(1.0, GROUPS, None)
+    pull.connected("tcp")
+    return pull
+
+
+def leased(
+    block_ids: tuple[int, ...],
+    groups: tuple[tuple[int, int], ...] = LEASED,
+    *,
+    first: int = 0,
+    ready: bool = True,
+) -> Grant:
+    return Grant(ready, first, block_ids, 48, "hash", groups=groups)
+
+
+def test_each_group_gets_what_it_misses() -> None:
+    assert opening_groups().opened(2.0, leased(THEIR_BLOCKS)) == [
+        ReadBlocks(0, (GroupRead(0, (10, 11), (4, 5)), GroupRead(1, (20,), (7,)), GroupRead(3, (30,), (8,))))
+    ]
+
+
+@pytest.mark.parametrize("cut", range(1, len(THEIR_BLOCKS)))
+def test_a_grant_may_end_anywhere_in_a_group(cut: int) -> None:
+    pull = opening_groups()
+    effects = pull.opened(2.0, leased(THEIR_BLOCKS[:cut], ready=False))
+    effects += pull.opened(3.0, leased(THEIR_BLOCKS[cut:], first=cut))
+    read: dict[int, int] = {}
+    for effect in effects:
+        for group in effect.groups if isinstance(effect, ReadBlocks) else ():
+            read |= dict(zip(group.local_blocks, group.remote_blocks, strict=True))
+    assert read == {10: 4, 11: 5, 20: 7, 30: 8}
+
+
+@pytest.mark.parametrize(
+    ("groups", "detail"),
+    [
+        (((2, 1), (1, 2), (3, 0), (2, 1)), "a hole: group 0 has blocks 2 to 3, not 1 to 3"),
+        (((0, 3), (3, 0), (3, 0), (2, 1)), "a hole: group 1 has blocks 3 to 3, not 2 to 3"),
+        (((0, 3), (1, 2), (3, 0), (1, 1)), "a hole: group 3 has blocks 1 to 2, not 2 to 3"),
+        (((0, 3), (1, 2), (3, 0)), "3 groups of blocks, expected 4"),
+        ((), "1 groups of blocks, expected 4"),
+        (((0, 3), (1, 2), (3, 0), (2, 2)), "a hole: group 3 has blocks 2 to 4, not 2 to 3"),
+    ],
+)
+def test_a_hole_is_refused_before_the_first_read(groups: tuple[tuple[int, int], ...], detail: str) -> None:
+    effects = opening_groups().opened(2.0, leased(THEIR_BLOCKS, groups))
+    assert not any(isinstance(effect, ReadBlocks) for effect in effects)
+    assert (failure(effects).reason, failure(effects).detail) == ("mismatch", detail)
+
+
+def test_groups_may_not_change_between_grants() -> None:
+    pull = opening_groups()
+    pull.opened(2.0, leased(THEIR_BLOCKS[:2], ready=False))
+    effects = pull.opened(3.0, leased(THEIR_BLOCKS[2:], ((0, 3), (0, 3), (3, 0), (2, 1)), first=2))
+    assert failure(effects).detail == "other groups than before"

@@ -17,6 +17,7 @@ from kvferry.transfer.backends.nixl.engine import NixlEngine, NixlTransfer
 from kvferry.transfer.consumer.quarantine import GRACE_S, Quarantine, RebuildScheduler
 from kvferry.transfer.events import PullDone, PullFailed, PullQuiescent
 from kvferry.transfer.ids import TransferId
+from kvferry.transfer.plane import one_group
 from kvferry.transfer.ranks.messages import CancelRead, Command, Read
 from kvferry.transfer.ranks.reads import RankReader
 from tests.deaths import assert_within
@@ -113,8 +114,8 @@ async def test_a_large_pull_that_was_cancelled_leaves_the_others_their_engine(
     stalls, slow = Agent(seed=1, tcp_fault="stall:after=64"), Agent(seed=3, tcp_fault="delay:seconds=1")
     async with stalls, slow, Agent(seed=2, num_blocks=16) as decode:
         cancelled, other = stalls.lend(THEIRS, TOKENS), slow.lend([9], 4)
-        decode.plane.pull(cancelled, stalls.remote(TOKENS), OURS, 0, 20.0)
-        decode.plane.pull(other, slow.remote(4), [10], 0, 20.0)
+        decode.plane.pull(cancelled, stalls.remote(TOKENS), one_group(OURS), 20.0)
+        decode.plane.pull(other, slow.remote(4), one_group([10]), 20.0)
         async with asyncio.timeout(10.0):
             assert {await reads.get(), await reads.get()} == {cancelled, other}
         decode.plane.cancel(cancelled)
@@ -141,7 +142,7 @@ async def stopped(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> AsyncIter
     try:
         async with Agent(transfer="nixl", seed=2, **settings) as decode:
             remote, ids = producer.said
-            decode.plane.pull(ids[0], remote, ELSEWHERE, 0, 20.0)
+            decode.plane.pull(ids[0], remote, one_group(ELSEWHERE), 20.0)
             await decode.event(PullDone)
             read, reading, loop = NixlEngine.read, asyncio.Event(), asyncio.get_running_loop()
 
@@ -152,7 +153,7 @@ async def stopped(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> AsyncIter
                 return posted
 
             monkeypatch.setattr(NixlEngine, "read", stop_and_read)
-            decode.plane.pull(ids[1], remote, OURS, 0, 20.0)
+            decode.plane.pull(ids[1], remote, one_group(OURS), 20.0)
             async with asyncio.timeout(20.0):
                 await reading.wait()
             # Not a deadline: on a busy machine it could come before the read.
@@ -209,7 +210,7 @@ async def test_a_rebuilt_engine_writes_nothing_into_blocks_that_are_used_again(
         await asyncio.sleep(0.5)
         async with Agent(seed=3, transfer="nixl") as other:  # the stopped one's UCX may not survive our end
             transfer_id = other.lend(THEIRS, TOKENS)
-            decode.plane.pull(transfer_id, other.remote(TOKENS), ELSEWHERE, 0, 10.0)
+            decode.plane.pull(transfer_id, other.remote(TOKENS), one_group(ELSEWHERE), 10.0)
             assert (await decode.event(PullDone)).backend == "nixl"
             assert_same_kv(other, THEIRS, decode, ELSEWHERE)
         assert torch.equal(decode.pools[0][OURS], pattern)

@@ -15,6 +15,7 @@ from kvferry.common.curve import ClusterKey
 from kvferry.transfer.control import messages as wire
 from kvferry.transfer.control.endpoints import Caller, ControlClient, ControlServer
 from kvferry.transfer.events import PullDone, PullFailed
+from kvferry.transfer.plane import one_group
 from tests.standins.wiretap import Wiretap
 from tests.unit.transfer.rig import Agent, assert_same_kv
 
@@ -159,13 +160,13 @@ async def test_planes_with_the_key_pull_and_others_are_kept_out() -> None:
     ):
         transfer_id = producer.lend([3, 4, 5], 12)
         before = stranger.pools[0].clone()
-        stranger.plane.pull(transfer_id, producer.remote(12), [7, 8, 9], 0, 30.0)
+        stranger.plane.pull(transfer_id, producer.remote(12), one_group([7, 8, 9]), 30.0)
         failed = await stranger.event(PullFailed)
         assert failed.reason == "unreachable"
         assert stranger.pools[0].equal(before)
         assert producer.plane.stats().leased == 1, "the lease is still there for its reader"
 
-        consumer.plane.pull(transfer_id, producer.remote(12), [7, 8, 9], 0, 30.0)
+        consumer.plane.pull(transfer_id, producer.remote(12), one_group([7, 8, 9]), 30.0)
         await consumer.event(PullDone)
         assert_same_kv(producer, [3, 4, 5], consumer, [7, 8, 9])
 

@@ -5,6 +5,7 @@ import pytest
 
 from kvferry.transfer.control import messages as wire
 from kvferry.transfer.events import LeaseEnded, PullDone, PullFailed
+from kvferry.transfer.plane import one_group
 from tests.standins.faults.control import ControlFault, ControlFaults, parse_control_fault
 from tests.unit.transfer.rig import Agent
 
@@ -49,7 +50,7 @@ async def test_a_pull_stands_every_message_twice(message: str) -> None:
     ):
         for blocks in ([3, 4, 5], [6]):
             transfer_id = prefill.lend(blocks, num_tokens=4 * len(blocks))
-            decode.plane.pull(transfer_id, prefill.remote(4 * len(blocks)), blocks, 0, 10.0)
+            decode.plane.pull(transfer_id, prefill.remote(4 * len(blocks)), one_group(blocks), 10.0)
             assert (await decode.event(PullDone)).transfer_id == transfer_id
             assert (await prefill.event(LeaseEnded)).cause == "released"
         assert prefill.plane.stats().bad_frames == decode.plane.stats().bad_frames == 0
@@ -62,7 +63,7 @@ async def test_a_lease_that_cannot_be_renewed_ends_under_the_reader() -> None:
         Agent(seed=2, lease_s=0.3, control_fault="drop=1,only=renew") as decode,
     ):
         transfer_id = prefill.lend([3, 4], num_tokens=8)
-        decode.plane.pull(transfer_id, prefill.remote(8), [7, 8], 0, 10.0)
+        decode.plane.pull(transfer_id, prefill.remote(8), one_group([7, 8]), 10.0)
         assert (await prefill.event(LeaseEnded)).cause == "expired"
         failed = await decode.event(PullFailed)
         assert (failed.reason, failed.quiescent) == ("invalid", True)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvferry.transfer.ids import Incarnation, TransferId
+from kvferry.transfer.plane import BlockRun, one_group
 from kvferry.transfer.producer.lease import (
     CompleteOpen,
     Denied,
@@ -29,7 +30,7 @@ READER, STRANGER = Incarnation("reader"), Incarnation("stranger")
 
 def filling(**limits: int) -> LeaseTable:
     table = LeaseTable(LEASE_S, **limits)
-    assert table.register(0.0, T, [5, 6, 7], 40, "hash", 100.0) == []
+    assert table.register(0.0, T, one_group([5, 6, 7]), 40, "hash", 100.0) == []
     return table
 
 
@@ -223,7 +224,7 @@ def test_an_open_before_registration_is_staged_and_settled_by_it() -> None:
     table = LeaseTable(LEASE_S)
     assert open_lease(table, 0.0) == []
     assert table.leased == 0
-    table.register(1.0, T, [5], 4, "hash", 100.0)
+    table.register(1.0, T, one_group([5]), 4, "hash", 100.0)
     assert table.renew(1.0, STRANGER, [T])[1] == [T]
     assert only_result(table.ready(2.0, T)) == Grant(True, 0, (5,), 4, "hash")
 
@@ -235,7 +236,7 @@ def test_staged_opens_are_bounded_and_erased() -> None:
         assert table.open(0.0, TransferId(each), READER, 0, 5.0, each) == []
     assert only_result(table.open(0.0, TransferId("c"), READER, 0, 5.0, "c")) == NotYet()
     table.drop(1.0, TransferId("a"))
-    table.register(1.0, TransferId("b"), [1], 4, "", 100.0)
+    table.register(1.0, TransferId("b"), one_group([1]), 4, "", 100.0)
     for each in ("d", "e"):
         assert table.open(2.0, TransferId(each), READER, 0, 5.0, each) == []
     table.check_integrity()
@@ -277,9 +278,9 @@ def test_a_failed_prefill_answers_the_waiting_reader_and_frees_nothing_itself() 
 def test_a_drop_is_idempotent_and_remembered_for_a_late_prefill() -> None:
     table = LeaseTable(LEASE_S)
     assert table.drop(0.0, T) == (False, [])
-    assert table.register(1.0, T, [5], 4, "hash", 100.0) == [Freed(T, "dropped")]
+    assert table.register(1.0, T, one_group([5]), 4, "hash", 100.0) == [Freed(T, "dropped")]
     with pytest.raises(DuplicateTransfer):
-        table.register(2.0, T, [5], 4, "hash", 100.0)
+        table.register(2.0, T, one_group([5]), 4, "hash", 100.0)
 
 
 def test_a_drop_of_a_staged_open_is_remembered_too() -> None:
@@ -288,14 +289,14 @@ def test_a_drop_of_a_staged_open_is_remembered_too() -> None:
     dropped, effects = table.drop(1.0, T)
     assert dropped
     assert only_result(effects) == Denied("dropped")
-    assert table.register(2.0, T, [5], 4, "hash", 100.0) == [Freed(T, "dropped")]
+    assert table.register(2.0, T, one_group([5]), 4, "hash", 100.0) == [Freed(T, "dropped")]
 
 
 def test_the_memory_of_ended_leases_is_bounded_and_forgets_towards_invalid() -> None:
     table = LeaseTable(LEASE_S, max_ended=4)
     for number in range(10):
         each = TransferId(str(number))
-        table.register(0.0, each, [number], 4, "", 100.0)
+        table.register(0.0, each, one_group([number]), 4, "", 100.0)
         table.ready(0.0, each)
         table.open(0.0, each, READER, 0, 0.0, None)
         assert table.release(0.0, each, READER, True)[0]
@@ -320,7 +321,7 @@ def test_leases_that_end_at_the_same_moment_all_end() -> None:
     table = LeaseTable(LEASE_S)
     ids = [TransferId(f"t{number}") for number in range(4)]
     for each in ids:
-        table.register(0.0, each, [1], 4, "hash", 5.0)
+        table.register(0.0, each, one_group([1]), 4, "hash", 5.0)
     assert table.expire(5.0) == [Freed(each, "expired") for each in ids]
 
 
@@ -339,10 +340,10 @@ def test_a_request_costs_the_same_however_many_leases_there_are() -> None:
     table = LeaseTable(LEASE_S)
     others = [TransferId(f"t{number}") for number in range(50)]
     for other in others:
-        table.register(0.0, other, [1], 4, "hash", 100.0)
+        table.register(0.0, other, one_group([1]), 4, "hash", 100.0)
         table.ready(0.0, other)
     table._live = live = Counted(table._live)
-    table.register(1.0, T, [5, 6, 7], 40, "hash", 100.0)
+    table.register(1.0, T, one_group([5, 6, 7]), 40, "hash", 100.0)
     table.ready(1.0, T)
     open_lease(table, 1.0)
     table.renew(2.0, READER, [T, *others])
@@ -406,12 +407,12 @@ class Leases(RuleBasedStateMachine):
     def register(self, transfer_id: TransferId, timeout_s: float) -> None:
         if transfer_id in self.registered:
             with pytest.raises(DuplicateTransfer):
-                self.table.register(self.now, transfer_id, [0], 4, "", timeout_s)
+                self.table.register(self.now, transfer_id, one_group([0]), 4, "", timeout_s)
             return
         self.registered.add(transfer_id)
         blocks = [self.free.pop() for _ in range(3)]
         self.truth[transfer_id] = _Truth(blocks, self.now + timeout_s)
-        self.apply(self.table.register(self.now, transfer_id, blocks, 12, "", timeout_s))
+        self.apply(self.table.register(self.now, transfer_id, one_group(blocks), 12, "", timeout_s))
 
     @rule(transfer_id=ids)
     def advance(self, transfer_id: TransferId) -> None:
@@ -500,3 +501,27 @@ class Leases(RuleBasedStateMachine):
 
 TestLeases = Leases.TestCase
 TestLeases.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+
+
+def test_groups_are_leased_one_after_the_other() -> None:
+    table = LeaseTable(10.0, max_blocks=2)
+    table.register(0.0, T, (BlockRun(0, (5, 6)), BlockRun(1, (9,))), 40, "hash", 100.0)
+    table.ready(1.0, T)
+    (first,) = table.open(1.0, T, READER, 0, 0.0, "w")
+    (rest,) = table.open(1.0, T, READER, 2, 0.0, "w")
+    grants = [each.result for each in (first, rest) if isinstance(each, CompleteOpen)]
+    assert [(each.ready, each.block_ids) for each in grants if isinstance(each, Grant)] == [
+        (False, (5, 6)),
+        (True, (9,)),
+    ]
+    assert {each.groups for each in grants if isinstance(each, Grant)} == {((0, 2), (1, 1))}
+
+
+def test_one_group_from_the_beginning_needs_no_words() -> None:
+    table = LeaseTable(10.0)
+    table.register(0.0, T, one_group([5, 6]), 40, "hash", 100.0)
+    table.ready(1.0, T)
+    (opened,) = table.open(1.0, T, READER, 0, 0.0, "w")
+    assert (
+        isinstance(opened, CompleteOpen) and isinstance(opened.result, Grant) and opened.result.groups == ()
+    )

@@ -9,6 +9,7 @@ from kvferry.transfer.consumer.link import Link
 from kvferry.transfer.engine import EngineOptions, open_engine
 from kvferry.transfer.events import LeaseEnded, PullDone, PullFailed
 from kvferry.transfer.ids import new_transfer_id
+from kvferry.transfer.plane import one_group
 from kvferry.transfer.ranks.messages import Command, Read, Serve
 from kvferry.transfer.ranks.reads import RankReader
 from tests.unit.transfer.rig import Agent, until
@@ -44,7 +45,7 @@ async def test_ranks_take_part_only_while_a_peer_connects_or_reads(
     """Not for a while after the first transfer either, which began with a greeting."""
     async with Agent(seed=1, transfer=transfer) as prefill, Agent(seed=2, transfer=transfer) as decode:
         for number in (1, 2):
-            decode.plane.pull(prefill.lend(THEIRS, TOKENS), prefill.remote(TOKENS), OURS, 0, 10.0)
+            decode.plane.pull(prefill.lend(THEIRS, TOKENS), prefill.remote(TOKENS), one_group(OURS), 10.0)
             await decode.event(PullDone)
             await until(lambda number=number: serves(commands) == [AWAITED, IDLE] * number)
 
@@ -55,7 +56,7 @@ async def test_a_peer_that_greets_and_never_asks_is_awaited_for_a_while(
     monkeypatch.setattr("kvferry.transfer.producer.producer._HELLO_S", 0.5)
     monkeypatch.setattr(Link, "open", lambda *_: None)
     async with Agent(seed=1) as prefill, Agent(seed=2) as decode:
-        decode.plane.pull(new_transfer_id(), prefill.remote(TOKENS), OURS, 0, 2.0)
+        decode.plane.pull(new_transfer_id(), prefill.remote(TOKENS), one_group(OURS), 2.0)
         await until(lambda: serves(commands) == [AWAITED, IDLE])
         assert (await decode.event(PullFailed)).reason == "deadline"
 
@@ -69,7 +70,7 @@ async def test_a_producer_takes_part_until_a_read_that_was_given_up_can_have_end
         Agent(seed=2) as decode,
     ):
         transfer_id = prefill.lend(THEIRS, TOKENS)
-        decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 20.0)
+        decode.plane.pull(transfer_id, prefill.remote(TOKENS), one_group(OURS), 20.0)
         await until(lambda: any(isinstance(command, Read) for command in commands))
         decode.plane.cancel(transfer_id)
         assert (await prefill.event(LeaseEnded)).cause == "released"

@@ -17,6 +17,7 @@ import torch
 from kvferry.transfer.engine import BackendUnavailable, candidates, open_engine, usable
 from kvferry.transfer.events import PullDone
 from kvferry.transfer.memory import own_pool
+from kvferry.transfer.plane import one_group
 from kvferry.transfer.ranks.worker import WorkerConnector
 from tests.unit.transfer.rig import GEOMETRY, NUM_BLOCKS, Agent, idle_cost, thread_seconds
 from tests.unit.transfer.test_plane import BACKENDS, OURS, THEIRS, TOKENS, needs_nixl
@@ -43,7 +44,7 @@ async def test_an_idle_plane_costs_next_to_nothing(backend: str, monkeypatch: py
     others = thread_seconds().keys() - {threading.get_native_id()}
     async with Agent(seed=1, transfer=backend) as prefill, Agent(seed=2, transfer=backend) as decode:
         transfer_id = prefill.lend(THEIRS, TOKENS)
-        decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 10.0)
+        decode.plane.pull(transfer_id, prefill.remote(TOKENS), one_group(OURS), 10.0)
         await decode.event(PullDone)
         await asyncio.sleep(0.3)
         # gloo's own threads, one for each plane, wake up a hundred times a second.
@@ -142,7 +143,7 @@ async def test_a_busy_interpreter_does_not_starve_the_transfer_thread() -> None:
         busy.start()
         try:
             transfer_id = prefill.lend(THEIRS, TOKENS)
-            decode.plane.pull(transfer_id, prefill.remote(TOKENS), OURS, 0, 10.0)
+            decode.plane.pull(transfer_id, prefill.remote(TOKENS), one_group(OURS), 10.0)
             done = await decode.event(PullDone)
         finally:
             stop.set()

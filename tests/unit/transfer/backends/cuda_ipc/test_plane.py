@@ -11,6 +11,7 @@ import pytest
 import kvferry.transfer.backends.cuda_ipc.engine as backend
 from kvferry.transfer.engine import EngineOptions
 from kvferry.transfer.events import PullDone
+from kvferry.transfer.plane import one_group
 from tests.standins.cuda_device import HostDevice
 from tests.unit.transfer.agent_process import OURS, THEIRS, TOKENS
 from tests.unit.transfer.rig import Agent, assert_same_kv
@@ -42,7 +43,7 @@ async def test_a_pull_over_cuda_ipc_lands_and_a_producer_that_goes_is_unmapped(
     """
     async with Agent(transfer="cuda_ipc", seed=2, lease_s=LEASE_S) as decode:
         async with Agent(transfer="cuda_ipc", seed=1, lease_s=LEASE_S) as prefill:
-            decode.plane.pull(prefill.lend(THEIRS, TOKENS), prefill.remote(TOKENS), OURS, 0, 20.0)
+            decode.plane.pull(prefill.lend(THEIRS, TOKENS), prefill.remote(TOKENS), one_group(OURS), 20.0)
             done = await decode.event(PullDone)
             assert done.backend == "cuda_ipc"
             assert_same_kv(prefill, THEIRS, decode, OURS)
