@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 
 from kvferry.agent.vllm.connector_scheduler import ConnectorMetadata, KvferryConnectorScheduler
 from kvferry.agent.vllm.connector_worker import KvferryConnectorWorker, RankFacts
@@ -76,6 +76,7 @@ class KvferryConnector(base.KVConnectorBase_V1, *_SEVERAL_GROUPS):  # type: igno
         shape = RankShape(
             tp_rank=get_tensor_model_parallel_rank(),
             tp_size=self._config.parallel_config.tensor_parallel_size,
+            pp_rank=get_pp_group().rank_in_group,
             num_blocks=self._kv_caches.num_blocks,
             model_heads=self._config.model_config.get_total_num_kv_heads(),
             cache_dtype=self._config.cache_config.cache_dtype,
@@ -129,9 +130,14 @@ class KvferryConnector(base.KVConnectorBase_V1, *_SEVERAL_GROUPS):  # type: igno
 
     # In the scheduler's process.
 
-    def set_xfer_handshake_metadata(self, metadata: Mapping[int, base.KVConnectorHandshakeMetadata]) -> None:
-        """Start the plane: the ranks are known now. Waits until each has reported."""
-        ranks = [metadata[rank] for rank in range(self._config.parallel_config.tensor_parallel_size)]
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: Mapping[tuple[int, int], base.KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Start the plane: the ranks are known now, by stage and number. Waits until each has reported."""
+        ranks = [metadata[rank] for rank in sorted(metadata)]
+        parallel = self._config.parallel_config
+        if len(ranks) != parallel.pipeline_parallel_size * parallel.tensor_parallel_size:
+            raise RuntimeError(f"{len(ranks)} ranks have reported to the transfer plane, not all")
         self._plane, self._scheduler = start_connector_scheduler(
             self._settings,
             self._config,

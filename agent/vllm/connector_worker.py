@@ -62,7 +62,7 @@ class KvferryConnectorWorker:
         self._resources = ExitStack()
         address = self._resources.enter_context(private_run_dir()) / "transfer"
         self.facts = RankFacts(
-            rank=shape.tp_rank,
+            rank=shape.rank,
             address=str(address),
             num_blocks=shape.num_blocks,
             layers=tuple(
@@ -73,7 +73,7 @@ class KvferryConnectorWorker:
         )
         self._connector = WorkerConnector(
             address=address,
-            rank=shape.tp_rank,
+            rank=shape.rank,
             pool=pool,
             transfer=settings.transfer,
             bind_host=settings.bound_host,

@@ -111,15 +111,22 @@ class RankShape:
     """What the views of a rank's KV depend on beside the tensors.
 
     Attributes:
+        pp_rank: The pipeline stage; the views do not depend on it.
         model_heads: KV heads of the model's layers, over all ranks.
         cache_dtype: vLLM's name of the KV's format, `auto` if it is the model's.
     """
 
     tp_rank: int
     tp_size: int
+    pp_rank: int = 0
     num_blocks: int
     model_heads: int
     cache_dtype: str
+
+    @property
+    def rank(self) -> int:
+        """Among all ranks of the engine, stage by stage."""
+        return self.pp_rank * self.tp_size + self.tp_rank
 
 
 def layer_caches(group: Any, caches: Mapping[str, torch.Tensor], shape: RankShape) -> list[LayerCache]:

@@ -126,7 +126,6 @@ def check_served(version: str, config: Any) -> None:
     parallel, model, cache = config.parallel_config, config.model_config, config.cache_config
     check_version(version)
     for name in (
-        "pipeline_parallel_size",
         "data_parallel_size",
         "decode_context_parallel_size",
         "prefill_context_parallel_size",

@@ -42,7 +42,6 @@ def test_what_is_served_passes(version: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
         ({"data_parallel_size": 2}, "data_parallel_size"),
         ({"decode_context_parallel_size": 2}, "decode_context_parallel_size"),
         ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size"),
@@ -65,7 +64,13 @@ def test_a_version_that_is_not_served_is_named_with_those_that_are(version: str)
 
 @pytest.mark.parametrize(
     "changes",
-    [{"use_mla": True}, {"cache_dtype": "fp8_e4m3"}, {"speculative_config": object()}, {"is_hybrid": True}],
+    [
+        {"pipeline_parallel_size": 2},
+        {"use_mla": True},
+        {"cache_dtype": "fp8_e4m3"},
+        {"speculative_config": object()},
+        {"is_hybrid": True},
+    ],
 )
 def test_what_large_models_are_run_with_is_served(changes: dict[str, Any]) -> None:
     check_served("0.32.0", vllm_config(**changes))

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -84,7 +85,15 @@ class Server:
     """A server without a model; `caches` are its ranks'."""
 
     def __init__(
-        self, stack: ExitStack, role: Role, *, order: str, tp_size: int, seed: int, **changes: Any
+        self,
+        stack: ExitStack,
+        role: Role,
+        *,
+        order: str,
+        tp_size: int,
+        seed: int,
+        stages: int = 1,
+        **changes: Any,
     ) -> None:
         settings = read_settings({"control_port": 0, "lease_s": 1.0})
         heads = len(split_heads(HEADS, tp_size, 0))
@@ -100,11 +109,17 @@ class Server:
             KvferryConnectorWorker(
                 settings,
                 each,
-                groups,
+                [of_stage(group, stage, stages) for group in groups],
                 RankShape(
-                    tp_rank=rank, tp_size=tp_size, num_blocks=BLOCKS, model_heads=HEADS, cache_dtype="auto"
+                    tp_rank=rank,
+                    tp_size=tp_size,
+                    pp_rank=stage,
+                    num_blocks=BLOCKS,
+                    model_heads=HEADS,
+                    cache_dtype="auto",
                 ),
             )
+            for stage in range(stages)
             for rank, each in enumerate(self.caches)
         ]
         for worker in workers:
@@ -137,11 +152,25 @@ class Server:
 
 @contextmanager
 def pair(
-    orders: tuple[str, str] = ("LBHNC", "LBHNC"), tp_sizes: tuple[int, int] = (1, 1), **changes: Any
+    orders: tuple[str, str] = ("LBHNC", "LBHNC"),
+    tp_sizes: tuple[int, int] = (1, 1),
+    stages: tuple[int, int] = (1, 1),
+    **changes: Any,
 ) -> Iterator[tuple[Server, Server]]:
     with ExitStack() as stack:
-        producer = Server(stack, "prefill", order=orders[0], tp_size=tp_sizes[0], seed=1)
-        yield producer, Server(stack, "decode", order=orders[1], tp_size=tp_sizes[1], seed=9, **changes)
+        producer, consumer = (
+            Server(stack, role, order=order, tp_size=tp_size, seed=seed, stages=count, **more)
+            for role, order, tp_size, seed, count, more in zip(
+                ("prefill", "decode"), orders, tp_sizes, (1, 9), stages, ({}, changes), strict=True
+            )
+        )
+        yield producer, consumer
+
+
+def of_stage(group: KVCacheGroupSpec, stage: int, stages: int) -> KVCacheGroupSpec:
+    """The layers that one of several pipeline stages has of a group."""
+    share = -(-len(group.layer_names) // stages)
+    return replace(group, layer_names=group.layer_names[stage * share : (stage + 1) * share])
 
 
 def lend(producer: Server, transfer_id: str = "t") -> tuple[VllmRequest, list[int]]:
@@ -232,6 +261,17 @@ def test_whole_pages_of_another_split_or_order_are_refused(
         assert consumer.scheduler.take_figures() == {"failed_transfers:refused": 1, "recomputed": 1}
 
 
+@pytest.mark.parametrize("stages", [(2, 1), (1, 2), (2, 2), (3, 2)])
+@pytest.mark.parametrize("tp_sizes", [(1, 1), (2, 1)])
+def test_pipeline_stages_may_differ(stages: tuple[int, int], tp_sizes: tuple[int, int]) -> None:
+    with pair(("LBHNC", "BHLNC"), tp_sizes, stages) as (producer, consumer):
+        lent, theirs = lend(producer)
+        request = consumer.vllm.add(VllmRequest("d", prompt(LENGTH), lent.params))
+        consumer.until(lambda: request.status is Status.RUNNING)
+        assert consumer.vllm.computed == {"d": LENGTH - 1}
+        assert torch.equal(consumer.kv(request.blocks), producer.kv(theirs))
+
+
 WINDOW, STATE_BYTES = 6, 40
 HYBRID = [
     KVCacheGroupSpec(["full.0", "full.1"], FullAttentionSpec(BLOCK, HEADS)),
@@ -252,8 +292,10 @@ def hybrid_caches(order: str, heads: int, seed: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("length", [LENGTH, 13, 17])
-def test_each_group_of_a_hybrid_gets_its_own_blocks(length: int) -> None:
-    with pair(("hybrid", "hybrid")) as (producer, consumer):
+@pytest.mark.parametrize("stages", [(1, 1), (2, 1), (1, 2)], ids=str)
+def test_each_group_of_a_hybrid_gets_its_own_blocks(stages: tuple[int, int], length: int) -> None:
+    """The only layer with a state is in the first stage."""
+    with pair(("hybrid", "hybrid"), stages=stages) as (producer, consumer):
         params = HAND_OVER | {"transfer_id": "t"}
         lent = producer.vllm.add(VllmRequest("p", prompt(length), params))
         producer.vllm.step()
