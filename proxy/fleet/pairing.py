@@ -289,7 +289,7 @@ class Pairing:
         known: dict[str, int] = {info.incarnation: agent for agent, info in enumerate(self._infos)}
         rejected_by: dict[int, set[int]] = {}
         for decode, info in enumerate(self._infos):
-            rejected = {known[each] for each in info.refusals if each in known} - {decode}
+            rejected = {known[each] for each in info.refusals if each in known}
             if rejected:
                 self._sides["decode"].rejections[decode] = frozenset(rejected)
             for prefill in rejected:
