@@ -525,8 +525,8 @@ def prompt_hash(request: Any, num_tokens: int) -> str:
 
 
 def leave_last_token(request: Any) -> None:
-    """Have vLLM compute a prompt but for its last token, which the decode server computes (H1 of
-    docs/sources.md#vllm): with a window or a state, nothing else can be gone on from.
+    """Have vLLM compute a prompt but for its last token, which the decode server computes: with a window or a
+    state, nothing else can be gone on from (docs/engines/vllm.md#one-request).
 
     Not where that cannot be: such a prompt is computed by the decode server.
     """

@@ -59,6 +59,7 @@ _LATENT = {
     "qk_nope_head_dim": 128,
     "v_head_dim": 128,
     "first_k_dense_replace": 1,
+    "topk_method": "noaux_tc",
 }
 """vLLM's CPU kernels for MLA know this size of the latent only."""
 _WITHOUT_HEAD_DIM = {name: value for name, value in _COMMON.items() if name != "head_dim"}
