@@ -431,8 +431,8 @@ ReadPlan = Mapping[int, Mapping[int, BlockTemplate]]
 def plan_reads(locals_: Sequence[Placement], remotes: Sequence[Placement]) -> list[ReadPlan]:
     """What each of our ranks reads from which producer rank; both in order of rank.
 
-    Raises ValueError unless every head of every layer of ours is at some rank of theirs, in the same group
-    and with the same content.
+    Raises ValueError unless they have every head of each of our layers, in the same group and with the same
+    content.
     """
     groups = {len(each.groups) for each in (*locals_, *remotes)}
     if len(groups) != 1:

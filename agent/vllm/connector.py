@@ -228,8 +228,8 @@ class KvferryConnector(base.KVConnectorBase_V1, *_SEVERAL_GROUPS):  # type: igno
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
         """One that keeps a block in one piece, where kernels can take it; CPUs have only their own.
 
-        Before 0.29 each layer has its own allocation, and a block's heads lie apart in it or do not. From then
-        on layers with pages of different size need each page in one piece, within its block.
+        Before 0.29 each layer has its own allocation, and a block's heads lie apart in it or do not. Since
+        then layers with pages of different size need each page in one piece, within its block.
         """
         if vllm_config.device_config.device_type == "cpu":
             return None

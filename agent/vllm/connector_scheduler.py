@@ -298,8 +298,8 @@ class KvferryConnectorScheduler:
         return 0, False
 
     def _is_loadable(self, request: Any, task: FetchPrompt) -> bool:
-        """vLLM computes the last token of a prompt again to draw the next. What a window or a state has kept
-        is for the token after the last that was loaded, so this must be the prompt's last one.
+        """vLLM computes a prompt's last token again to sample the next. What a window or a state has kept is
+        for the token after the last that was loaded, so this must be the prompt's last one.
         """
         return self._keeps_all or task.remote_num_tokens < len(request.prompt_token_ids)
 

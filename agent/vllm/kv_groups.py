@@ -57,7 +57,7 @@ class KvGroup:
         return -(-num_tokens // self.block_size)
 
     def leased(self, block_ids: Sequence[int], num_tokens: int) -> BlockRun | None:
-        """The blocks that a prompt of so many tokens keeps; vLLM has 0 for those that it has given back.
+        """The blocks that a prompt of so many tokens keeps; vLLM has 0 for those that it has freed.
 
         None if one is missing in between.
         """

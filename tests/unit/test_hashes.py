@@ -95,13 +95,20 @@ def test_vllms_adapters_weights_and_tokenizers_differ_by_each_of_their_parts(tmp
             "dtype": "float32", "seed": 0, "hf_config": SimpleNamespace(_commit_hash=None),
         }  # fmt: skip
         load = SimpleNamespace(load_format=changes.pop("load_format", "auto"))
+        method, draft = changes.pop("drafts", (None, None))
+        named = None if draft is None else SimpleNamespace(**model | {"model": draft}, hf_text_config=text)
         return SimpleNamespace(
-            model_config=SimpleNamespace(**model | changes, hf_text_config=text), load_config=load
+            model_config=SimpleNamespace(**model | changes, hf_text_config=text),
+            load_config=load,
+            speculative_config=method
+            and SimpleNamespace(method=method, draft_model_config=named, draft_load_config=None),
         )
 
     apart = [{}, {"model": "m\0r"}, {"model": "m\0r", "revision": ""}, {"revision": "r\0None"}, {"rope": 2}]
     apart += [{"load_format": "dummy"}, {"load_format": "dummy", "seed": 1}, {"quantization": "fp8"}]
+    apart += [{"drafts": drafts} for drafts in (("eagle", "d"), ("eagle", "e"), ("mtp", "d"))]
     weights = [weights_of(config(**each)) for each in apart]
+    assert weights_of(config(drafts=("ngram", None))) == weights_of(config()), "it has no KV of its own"
     names = [("m", "r"), ("m\0r", ""), ("m", "\0r"), ("m\0", "r"), ("by name", "m")]
     tokenizers = [tokenizer_of(config(tokenizer=name, tokenizer_revision=at)) for name, at in names]
     adapters = [
