@@ -66,6 +66,8 @@ class ProxyConfig(HttpOptions, TraceOptions, LogOptions):
         prefix_pull_min_tokens: A prefill agent that lacks at least this many tokens of a prompt's beginning
             pulls their KV from an agent that has decoded them (the earlier turns of a conversation), rather
             than compute them again; 0 disables this.
+        decode_only_fallback: While no prefill agent of a model is ready, let its decode agents serve requests
+            alone and compute the prompts too, where their engine can; without it such requests fail with 503.
         breaker_failures: Consecutive failures that open an agent's circuit breaker.
         breaker_pause_s: Seconds before the first probe request to it; doubled after each probe that fails.
 
@@ -130,6 +132,7 @@ class ProxyConfig(HttpOptions, TraceOptions, LogOptions):
     split_min_tokens: int = 0
     stream_pull_min_tokens: int | None = None
     prefix_pull_min_tokens: int = 128
+    decode_only_fallback: bool = True
     prefill_limit: int | None = None
     decode_limit: int | None = None
     queue_limit: int = 1024

@@ -79,6 +79,7 @@ def fleet_settings(config: ProxyConfig) -> FleetSettings:
         split_min_tokens=config.split_min_tokens,
         stream_pull_min_tokens=config.stream_pull_min_tokens,
         prefix_pull_min_tokens=config.prefix_pull_min_tokens,
+        decode_only_fallback=config.decode_only_fallback,
         queue_limit=config.queue_limit,
     )
 

@@ -266,9 +266,7 @@ def document(version: str) -> dict[str, Any]:
             },
             "/version": {"get": _page("Show the version", "VersionResponse")},
             "/health": {"get": _page("Check that the proxy is alive", "HealthResponse")},
-            "/ready": {
-                "get": _page("Check that a pair of agents can serve", "ReadinessResponse", also="503")
-            },
+            "/ready": {"get": _page("Check that requests can be served", "ReadinessResponse", also="503")},
             "/nodes": {"get": _page("List all agents, and why some are not paired", "NodeList")},
             "/nodes/targets": {"get": _operation("List the agents as Prometheus targets", {"200": targets})},
             "/nodes/{incarnation}/drain": {

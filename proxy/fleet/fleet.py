@@ -19,10 +19,11 @@ from kvferry.proxy.fleet.circuit_breaker import BreakerSettings
 from kvferry.proxy.fleet.registry import Registry
 from kvferry.proxy.fleet.routing.load import Loads, Slots
 from kvferry.proxy.fleet.routing.policy import PolicyName
+from kvferry.proxy.fleet.routing.rotation import not_served
 from kvferry.proxy.fleet.routing.router import Decision, Router, Turns, make_policy
 from kvferry.proxy.fleet.routing.routing_request import NO_AGENTS, NoPair, Pair, RoutingRequest
 from kvferry.proxy.fleet.scaling import AgentLoad, ScalingSignals, Signals
-from kvferry.proxy.fleet.snapshot import alike
+from kvferry.proxy.fleet.snapshot import Snapshot, alike
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.wire.registration import Bye, Incarnation, Register
 
@@ -31,8 +32,9 @@ from kvferry.proxy.wire.registration import Bye, Incarnation, Register
 class FleetSettings:
     """How pairs are chosen and requests admitted.
 
-    Limits are of sequences in flight at one agent; None goes by what the agent reports. `queue_limit`: most
-    requests that wait for an agent. See `Router` for the token counts.
+    Limits are of sequences in flight at one agent; None goes by what the agent reports.
+    `decode_only_fallback`: whether decode agents serve alone while no prefill agent is ready. `queue_limit`:
+    most requests that wait for an agent. See `Router` for the token counts.
     """
 
     rules: AddressRules = AddressRules()  # noqa: RUF009 (it does not change)
@@ -44,7 +46,17 @@ class FleetSettings:
     split_min_tokens: int = 0
     stream_pull_min_tokens: int | None = None
     prefix_pull_min_tokens: int = 0
+    decode_only_fallback: bool = True
     queue_limit: int = 1024
+
+    def not_served(self, snapshot: Snapshot, model: str) -> NoPair | None:
+        """Return why no request for the model can be served; None if one can."""
+        return not_served(
+            snapshot,
+            model,
+            decode_only=self.decode_only_fallback,
+            split_min_tokens=self.split_min_tokens,
+        )
 
 
 class AcquireRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,11 +90,19 @@ class Fleet:
         clock: Callable[[], float],
         settled_at: float = float("-inf"),
     ) -> None:
+        self.settings = settings
+        self._metrics = metrics
         self._settled_at = settled_at
         self._announced = asyncio.Event()
         self.slots = Slots()
         self.admission = Admission(self.slots, metrics, settings.queue_limit)
-        self.registry = Registry(clock, self.slots.in_flight, settings.breakers, settings.rules)
+        self.registry = Registry(
+            clock,
+            self.slots.in_flight,
+            settings.breakers,
+            settings.rules,
+            decode_only_fallback=settings.decode_only_fallback,
+        )
         self.registry.subscribe(partial(note_model, metrics))
         self.registry.subscribe(lambda _: self._pump_if_changed())
         self.registry.subscribe(lambda _: self._announced.set())
@@ -168,9 +188,15 @@ class Fleet:
             snapshot = alike(snapshot, request.must_match)
         # An agent alone would begin again with token 1, which the client may have by now.
         asked, is_migration = request.routing_request, request.must_match is not None
-        chosen = self.router.choose(snapshot, asked, self._turns, request.exclude, apart=is_migration)
+        # While agents announce themselves one after the other, the prefill agents may be about to.
+        decode_only = self.settings.decode_only_fallback and self.clock() >= self._settled_at
+        chosen = self.router.choose(
+            snapshot, asked, self._turns, request.exclude, apart=is_migration, decode_only=decode_only
+        )
         if not isinstance(chosen, Decision):
             return chosen
+        if chosen.is_decode_only:
+            self._metrics.decode_only.inc()
         self.router.apply(chosen, asked, self._turns, snapshot.models)
         self.registry.attempt_started(node.incarnation for node in chosen.pair.nodes)
         return chosen.pair

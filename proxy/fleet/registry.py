@@ -27,7 +27,7 @@ from kvferry.proxy.fleet.circuit_breaker import Breaker, BreakerSettings, Breake
 from kvferry.proxy.fleet.pairing import Leg, Pairing, pairing_terms
 from kvferry.proxy.fleet.snapshot import Node, NodeState, Snapshot
 from kvferry.proxy.telemetry.event_log import EventKind, EventLog
-from kvferry.proxy.wire.dialects import DIALECTS
+from kvferry.proxy.wire.dialects import DIALECTS, serves_alone
 from kvferry.proxy.wire.registration import (
     NODE_EXPIRY_S,
     PING_INTERVAL_S,
@@ -143,6 +143,7 @@ class Registry:
         clock: Monotonic seconds: the event loop's clock.
         in_flight: How many sequences this proxy has in flight at an agent.
         rules: Which addresses agents may have.
+        decode_only_fallback: As in `FleetSettings`.
     """
 
     def __init__(
@@ -151,6 +152,8 @@ class Registry:
         in_flight: Callable[[Incarnation], int] = lambda _: 0,
         breakers: BreakerSettings = BreakerSettings(),  # noqa: B008 (it is frozen)
         rules: AddressRules | None = None,
+        *,
+        decode_only_fallback: bool = False,
     ) -> None:
         self.events = EventLog()
         self._clock = clock
@@ -159,6 +162,7 @@ class Registry:
         self._in_flight = in_flight
         self._breakers = breakers
         self._rules = rules or AddressRules()
+        self._decode_only_fallback = decode_only_fallback
         self._rejected = RejectedAgents()
         self._records: dict[Incarnation, _Record] = {}
         self._by_address: dict[str, Incarnation] = {}
@@ -469,6 +473,8 @@ class Registry:
             and node.incarnation != info.incarnation
         ]
         legs: tuple[Leg, ...] = ("prefill", "decode") if info.role == "both" else (info.role,)
+        if self._decode_only_fallback and serves_alone(info.dialect, "decode"):
+            legs = ("decode",)
         return all(any(node.serves(leg) for node in others) for leg in legs)
 
     def find_hung(self, agents: Iterable[Register]) -> frozenset[Incarnation]:

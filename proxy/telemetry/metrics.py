@@ -201,6 +201,11 @@ class Metrics:
             PHASES,
         )
         registry.register(self.phases)
+        self.decode_only = Counter(
+            "kvferry_proxy_decode_only_requests",
+            "Requests given to a decode agent alone because no prefill agent was ready.",
+            registry=registry,
+        )
         self.retries = Counter(
             "kvferry_proxy_retries", "Requests given to another pair, by the leg that was lost.", ["leg"],
             registry=registry,

@@ -384,6 +384,7 @@ class Supervisor:
             nodes.append(_merged(node, statuses))
         return FleetView(
             snapshot=snapshot.altered(nodes),
+            not_served=fleet_settings(self._config).not_served,
             in_flight=lambda agent: in_flight[agent],
             down=self._down(),
             events=self._events,

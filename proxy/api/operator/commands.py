@@ -140,6 +140,7 @@ class OperatorApi:
         fleet, now = self._fleet, self._fleet.clock()
         return FleetView(
             snapshot=fleet.registry.snapshot(),
+            not_served=fleet.settings.not_served,
             in_flight=fleet.slots.in_flight,
             down=self._down(),
             events=lambda: fleet.registry.events,

@@ -17,7 +17,6 @@ from urllib.parse import urlsplit
 import msgspec
 
 from kvferry.proxy.errors import CannotEnd, NotFound
-from kvferry.proxy.fleet.routing.rotation import no_pair
 from kvferry.proxy.fleet.routing.routing_request import NoPair
 from kvferry.proxy.fleet.snapshot import (
     MAX_PAIRINGS,
@@ -60,11 +59,13 @@ class Page:
 class FleetView:
     """The fleet at one moment.
 
-    `in_flight`: sequences of this proxy at an agent. `down`: servers named by flags or a file that are down.
+    `not_served`: says why no request for a model can be served (`FleetSettings.not_served`). `in_flight`:
+    sequences of this proxy at an agent. `down`: servers named by flags or a file that are down.
     `events`: puts together what has happened to agents.
     """
 
     snapshot: Snapshot
+    not_served: Callable[[Snapshot, str], NoPair | None]
     in_flight: Callable[[Incarnation], int]
     down: Sequence[Mapping[str, object]]
     events: Callable[[], EventLog]
@@ -90,7 +91,7 @@ async def fleet_page(name: Literal["models", "ready", "nodes", "targets"], view:
         case "models":
             return _json(models_page(view.snapshot))
         case "ready":
-            report = await readiness(view.snapshot)
+            report = await readiness(view)
             return _json(report, 200 if report["ready"] else 503)
         case "nodes":
             return Page(body=await _written(nodes_page(view)))
@@ -130,7 +131,7 @@ async def dashboard_page(view: FleetView, activity: Activity) -> Page:
     body = await _written(
         {
             "time": time.time(),
-            "readiness": await readiness(snapshot),
+            "readiness": await readiness(view),
             "nodes": _nodes(view, MAX_SHOWN),
             "num_nodes": len(snapshot.nodes),
             **_events(view),
@@ -195,13 +196,13 @@ def models_page(snapshot: Snapshot) -> dict[str, Any]:
     return {"object": "list", "data": data}
 
 
-async def readiness(snapshot: Snapshot) -> dict[str, Any]:
-    """Return whether a pair can serve any model, and for each model that cannot be served, why."""
-    named = {node.info.model for node in snapshot.nodes if node.info.dialect in DIALECTS}
+async def readiness(view: FleetView) -> dict[str, Any]:
+    """Return whether any model can be served, and for each model that cannot be served, why."""
+    named = {node.info.model for node in view.snapshot.nodes if node.info.dialect in DIALECTS}
     models = sorted(named - {""})  # some engines' pings name none, and it takes a moment to ask for it
     reasons: dict[str, NoPair | None] = {}
     async for part in _slices(models):
-        reasons |= {model: no_pair(snapshot, model) for model in part}
+        reasons |= {model: view.not_served(view.snapshot, model) for model in part}
     waiting = {model: reason.value for model, reason in reasons.items() if reason is not None}
     return {"ready": len(waiting) < len(models), "waiting": waiting if models else {"": "no agent is known"}}
 

@@ -296,6 +296,21 @@ def no_pair(snapshot: Snapshot, model: str, *, apart: bool = False) -> NoPair | 
     return None if any(map(fitting.has_partner, prefills)) else NoPair.INCOMPATIBLE
 
 
+def not_served(snapshot: Snapshot, model: str, *, decode_only: bool, split_min_tokens: int) -> NoPair | None:
+    """Return None if a request for the model can be served, by a pair or by a decode agent alone; else why
+    none can. See `FleetSettings`.
+    """
+    reason = no_pair(snapshot, model)
+    may_be_alone = split_min_tokens > 0 or (decode_only and reason is NoPair.NO_PREFILL)
+    return None if may_be_alone and any_serves_alone(snapshot, model, "decode") else reason
+
+
+def any_serves_alone(snapshot: Snapshot, model: str, leg: Leg) -> bool:
+    """Return whether an agent in rotation that has the leg's role can serve all of a request."""
+    nodes = (snapshot.nodes[each] for each in in_rotation(snapshot, model, leg))
+    return any(serves_alone(node.info.dialect, leg) for node in nodes)
+
+
 def unknown_model(snapshot: Snapshot, model: str) -> NoPair | None:
     """Return why the model is not known; None if it is served, or was lately."""
     if model in snapshot.models:

@@ -23,18 +23,28 @@ from kvferry.proxy.fleet.routing.policy import (
     RoundRobin,
     Session,
 )
-from kvferry.proxy.fleet.routing.rotation import CandidateIndex, in_rotation, no_pair, unknown_model
+from kvferry.proxy.fleet.routing.rotation import (
+    CandidateIndex,
+    any_serves_alone,
+    in_rotation,
+    no_pair,
+    unknown_model,
+)
 from kvferry.proxy.fleet.routing.routing_request import NO_AGENTS, NoPair, Pair, RoutingRequest
 from kvferry.proxy.fleet.snapshot import Node, NodeState, Snapshot
-from kvferry.proxy.wire.dialects import serves_alone
 from kvferry.proxy.wire.registration import Incarnation
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """The pair for a request. `is_lone`: one agent was chosen to serve all of it, in the turn of such."""
+    """The pair for a request.
+
+    `is_lone`: one agent was chosen to serve all of it, in the turn of such. `is_decode_only`: because no
+    prefill agent is ready.
+    """
 
     pair: Pair
     is_lone: bool = False
+    is_decode_only: bool = False
 
 
 class Turns:
@@ -96,14 +106,19 @@ class Router:
         exclude: frozenset[Incarnation] = NO_AGENTS,
         *,
         apart: bool = False,
+        decode_only: bool = False,
     ) -> Decision | NoPair:
         """Choose the pair for a request. Changes nothing: `apply` does, if the decision is acted on.
 
         Agents in `exclude` (they just failed this request) are chosen only if no others are left. With
-        `apart`, no agent is paired with itself.
+        `apart`, no agent is paired with itself. With `decode_only`, a decode agent serves alone where no
+        prefill agent is ready.
         """
         for agents in (_without(snapshot, exclude), snapshot) if exclude else (snapshot,):
             chosen = self._choose(agents, request, turns, apart)
+            may_be_alone = chosen is NoPair.NO_PREFILL and decode_only and not apart
+            if may_be_alone and not in_rotation(snapshot, request.model, "prefill"):
+                chosen = self._choose_decode_only(agents, request, turns)
             if isinstance(chosen, Decision) or chosen is NoPair.FULL:
                 return chosen
         if not any(node.on_trial for node in snapshot.nodes):
@@ -137,13 +152,23 @@ class Router:
             node = self._lone(request, leg, turns)
             if node is not None:
                 return Decision(Pair(node, node), is_lone=True)
-            if _any_serves_alone(snapshot, request.model, leg):
+            if any_serves_alone(snapshot, request.model, leg):
                 return NoPair.FULL
         if self._split_min_tokens and not apart:
             node = self._lone(request, "decode", turns)
             if node is not None and self._is_short(request, node):
                 return Decision(Pair(node, node), is_lone=True)
         return self._pair(request, turns, apart)
+
+    def _choose_decode_only(
+        self, snapshot: Snapshot, request: RoutingRequest, turns: Turns
+    ) -> Decision | NoPair:
+        """Choose a decode agent of the snapshot that was followed last."""
+        node = self._lone(request, "decode", turns)
+        if node is not None:
+            return Decision(Pair(node, node), is_lone=True, is_decode_only=True)
+        able = any_serves_alone(snapshot, request.model, "decode")
+        return NoPair.FULL if able else NoPair.NO_PREFILL
 
     def _pair(self, request: RoutingRequest, turns: Turns, apart: bool) -> Decision | NoPair:
         index, turn = self._index, turns.of(request.model)
@@ -192,11 +217,6 @@ def make_policy(name: PolicyName, rng: Random) -> Policy:
             return PrefixAware(PrefixIndex())
         case "session":
             return Session()
-
-
-def _any_serves_alone(snapshot: Snapshot, model: str, leg: Leg) -> bool:
-    nodes = (snapshot.nodes[each] for each in in_rotation(snapshot, model, leg))
-    return any(serves_alone(node.info.dialect, leg) for node in nodes)
 
 
 def _has_spare_room(decode: Node) -> bool:

@@ -84,8 +84,9 @@ class AppliedRouter(Router):
         exclude: frozenset[Incarnation] = NO_AGENTS,
         *,
         apart: bool = False,
+        decode_only: bool = False,
     ) -> Pair | NoPair:
-        chosen = self.choose(agents, request, self.turns, exclude, apart=apart)
+        chosen = self.choose(agents, request, self.turns, exclude, apart=apart, decode_only=decode_only)
         if not isinstance(chosen, Decision):
             return chosen
         self.apply(chosen, request, self.turns, agents.models)

@@ -34,6 +34,7 @@ def test_the_flags_are_these() -> None:
         "prefill_policy",
         "decode_policy",
         "split_min_tokens",
+        "decode_only_fallback",
         "stream_pull_min_tokens",
         "prefix_pull_min_tokens",
         "prefill_limit",

@@ -216,8 +216,9 @@ async def test_an_internal_error_after_the_end_adds_nothing_to_the_response(
     ],
 )
 async def test_without_a_pair_the_response_has_a_retry_after(
-    stage: Stage, roles: list[Any], reason: str
+    start_stage: StartStage, roles: list[Any], reason: str
 ) -> None:
+    stage = await start_stage(decode_only_fallback=False)
     for role in roles:
         await stage.agent(role)
     async with stage.post(BODY) as response:

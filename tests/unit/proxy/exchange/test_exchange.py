@@ -298,9 +298,9 @@ async def test_the_lost_agent_is_avoided_on_the_retry(stage: Stage, monkeypatch:
     router = stage.proxy.fleet.router
     choose = router.choose
 
-    def spy(snapshot: Any, ask: Any, turns: Any, exclude: frozenset[Any], *, apart: bool) -> Any:
+    def spy(snapshot: Any, ask: Any, turns: Any, exclude: frozenset[Any], **how: bool) -> Any:
         avoided.append(exclude)
-        return choose(snapshot, ask, turns, exclude, apart=apart)
+        return choose(snapshot, ask, turns, exclude, **how)
 
     monkeypatch.setattr(router, "choose", spy)
     lost.faults.append(Fault("prefill", "reset"))

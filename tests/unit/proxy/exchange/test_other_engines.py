@@ -685,6 +685,26 @@ async def test_a_client_that_leaves_late_has_nothing_fetched_again(
     assert len(decode.asked) == 1
 
 
+@every_kind
+@pytest.mark.parametrize("stream", [True, False])
+async def test_without_a_prefill_server_decode_servers_serve_alone(fleet: Fleet, stream: bool) -> None:
+    """W2: where they can; SGLang's wait for a prefill server with whatever they are asked."""
+    decode = await fleet.server("decode")
+    dialect, _ = KINDS[fleet.kind]
+    async with fleet.stage.http.get(f"{fleet.stage.proxy.url}/ready") as response:
+        assert response.status == (503 if dialect == "sglang" else 200)
+    if dialect == "sglang":
+        status, answer = await fleet.stage.ask(BODY)
+        assert (status, answer["error"]["code"]) == (503, "no_agent")
+        return
+    if stream:
+        assert (await fleet.stage.stream(BODY)).error is None
+    else:
+        assert (await fleet.stage.ask(BODY))[0] == 200
+    assert [asked.leg for asked in decode.asked] == ["alone"]
+    assert fleet.stage.metric("kvferry_proxy_decode_only_requests_total") == 1
+
+
 @only("vllm-nixl-pull")
 @pytest.mark.parametrize("stage", [{"split_min_tokens": 50}], indirect=True)
 async def test_a_short_prompt_goes_to_one_decode_server_alone(fleet: Fleet) -> None:

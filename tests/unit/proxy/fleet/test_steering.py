@@ -176,7 +176,7 @@ async def test_a_probe_that_fails_opens_the_breaker_again(start_stage: StartStag
 @pytest.mark.parametrize("passes", [True, False])
 async def test_a_request_waits_for_the_outcome_of_a_trial(start_stage: StartStage, passes: bool) -> None:
     """When an agent dies, all come to the one that is left; its probe is no reason to refuse them."""
-    stage = await start_stage(breaker_failures=1, breaker_pause_s=0.1, retries=0)
+    stage = await start_stage(breaker_failures=1, breaker_pause_s=0.1, retries=0, decode_only_fallback=False)
     gate = asyncio.Event()
     gate.set()
     prefill = await stage.agent("prefill", prefill_gate=gate)

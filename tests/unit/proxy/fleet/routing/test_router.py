@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.proxy.fleet.circuit_breaker import BreakerState
+from kvferry.proxy.fleet.fleet import FleetSettings
 from kvferry.proxy.fleet.pairing import mismatch
 from kvferry.proxy.fleet.routing.load import Loads, Slots
 from kvferry.proxy.fleet.routing.policy import PolicyName
@@ -20,6 +21,7 @@ from kvferry.proxy.fleet.routing.rotation import no_pair
 from kvferry.proxy.fleet.routing.router import make_policy
 from kvferry.proxy.fleet.routing.routing_request import NoPair, Pair, RoutingRequest
 from kvferry.proxy.fleet.snapshot import NodeState, Snapshot
+from kvferry.proxy.wire.dialects import DIALECTS
 from kvferry.proxy.wire.registration import Incarnation
 from tests.unit.proxy.builders import AppliedRouter, load, registration, snapshot
 
@@ -284,6 +286,63 @@ def test_without_a_decode_agent_a_short_prompt_waits_like_any_other() -> None:
     slots, agents = Slots(), limited_fleet(1, 1)
     full(slots, agents, 200)
     assert make_router(slots=slots, split_min_tokens=10).route(agents, asked()) is NoPair.FULL
+
+
+def test_without_a_prefill_agent_decode_agents_serve_alone_in_turn() -> None:
+    """W2. Any prompt, and what a prefill agent alone would answer otherwise."""
+    router, agents = make_router(), fleet(0, 2)
+    for request in (asked(prompt=[1] * 5000), asked(one_token=True), asked(n=3), asked(undivided=True)):
+        pairs = [ports(router.route(agents, request, decode_only=True)) for _ in range(2)]
+        assert sorted(pairs) == [(200, 200), (201, 201)]
+
+
+@pytest.mark.parametrize("state", sorted(set(NodeState) - {NodeState.READY}))
+def test_a_prefill_agent_out_of_rotation_is_none(state: NodeState) -> None:
+    agents, router = fleet(1, 1), make_router()
+    out = agents.altered(
+        replace(node, state=state) if node.info.role == "prefill" else node for node in agents.nodes
+    )
+    assert ports(router.route(out, asked(), decode_only=True)) == (200, 200)
+    assert router.route(out, asked()) is NoPair.NO_PREFILL
+    assert ports(router.route(agents, asked(), decode_only=True)) == (100, 200)
+
+
+def test_a_prefill_agent_that_has_just_failed_the_request_is_tried_again() -> None:
+    """As long as it is in rotation: one that is down is soon not."""
+    bad = frozenset({Incarnation(f"{100:016x}")})
+    assert ports(make_router().route(fleet(1, 1), asked(), bad, decode_only=True)) == (100, 200)
+
+
+def test_decode_agents_that_have_just_failed_the_request_come_last() -> None:
+    bad = frozenset({Incarnation(f"{200:016x}")})
+    assert ports(make_router().route(fleet(0, 2), asked(), bad, decode_only=True)) == (201, 201)
+    assert ports(make_router().route(fleet(0, 1), asked(), bad, decode_only=True)) == (200, 200)
+
+
+@pytest.mark.parametrize("dialect", sorted(DIALECTS))
+def test_only_engines_that_can_serve_alone(dialect: str) -> None:
+    agents = snapshot(registration("decode", 200, dialect=dialect))
+    chosen = make_router().route(agents, asked(), decode_only=True)
+    not_served = FleetSettings().not_served(agents, "m")
+    if dialect == "sglang":
+        assert chosen is not_served is NoPair.NO_PREFILL
+    else:
+        assert ports(chosen) == (200, 200) and not_served is None
+
+
+def test_no_decode_agent_serves_alone_for_other_reasons() -> None:
+    router = make_router()
+    misfits = snapshot(registration("prefill", 1), registration("decode", 2, layout="other"))
+    assert router.route(misfits, asked(), decode_only=True) is NoPair.INCOMPATIBLE
+    assert router.route(fleet(1, 0), asked(), decode_only=True) is NoPair.NO_DECODE
+    assert router.route(fleet(0, 1), asked(), decode_only=True, apart=True) is NoPair.NO_PREFILL
+    assert router.route(fleet(0, 1), asked("other"), decode_only=True) is NoPair.UNKNOWN_MODEL
+
+
+def test_decode_agents_without_room_are_waited_for() -> None:
+    slots, agents = Slots(), limited_fleet(0, 1)
+    full(slots, agents, 200)
+    assert make_router(slots=slots).route(agents, asked(), decode_only=True) is NoPair.FULL
 
 
 def streaming_pair(policy: PolicyName = "round_robin", least: int | None = 64, **decode: Any) -> Any:
