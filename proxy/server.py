@@ -222,10 +222,7 @@ async def serving(
             async with asyncio.TaskGroup() as tasks:
                 clients = tasks.create_task(server.serve(sockets=[listener]))
                 ending_at_once = tasks.create_task(_force_stop(server, stop))
-                registry = fleet.registry
-                watching = tasks.create_task(
-                    upstream.hang_detector.run(registry.find_hung, registry.check_pause, fleet.clock)
-                )
+                watching = tasks.create_task(upstream.hang_detector.run(fleet.registry, fleet.clock))
                 try:
                     yield services
                 finally:

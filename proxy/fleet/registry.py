@@ -43,6 +43,8 @@ ROLES: tuple[Literal["prefill", "decode", "both"], ...] = ("prefill", "decode", 
 
 STALL_S = 30.0
 """An agent that pings, but has made no progress for so long, does not work."""
+SILENCE_S = 8.0
+"""Requests that wait for an agent without a ping for so long are aborted."""
 BUSY_LAG_S = 1.0
 """An agent whose HTTP loop is this late is busy."""
 PROOF_S = 0.5
@@ -100,12 +102,17 @@ class _Record:
     is_ending: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DepartedAgent:
-    """What is remembered of an agent that is gone. `served_at`: as in `_Record`."""
+    """What is remembered of an agent that is gone.
+
+    `served_at`: as in `_Record`. `heard_at`: when its last ping came; None if it said bye, for it may still
+    be serving its last requests.
+    """
 
     served_at: float
     place: Place
+    heard_at: float | None
 
 
 @dataclass(slots=True)
@@ -385,6 +392,9 @@ class Registry:
             for record in self._records.values():
                 record.heard_at = min(now, record.heard_at + paused_s)
                 record.progress_at = min(now, record.progress_at + paused_s)
+            for departed in self._departed.values():
+                if departed.heard_at is not None:
+                    departed.heard_at = min(now, departed.heard_at + paused_s)
             self._cache.stale.update(self._records)
         self._running_at = now
         return was_paused
@@ -485,6 +495,15 @@ class Registry:
             if not self.is_alive(info.incarnation) and self.has_substitute(info)
         )
 
+    def find_silent(self, agents: Iterable[Register]) -> frozenset[Incarnation]:
+        """Return those of which nothing was heard for `SILENCE_S`, but for those that said bye."""
+        since = self._clock() - SILENCE_S
+        return frozenset(
+            info.incarnation
+            for info in agents
+            if (heard_at := self._heard_at(info.incarnation)) is not None and heard_at <= since
+        )
+
     async def wait_for_ping(self, agents: Collection[Incarnation], by: float) -> None:
         """Wait until one of these agents pings or is gone, until `by` on the clock at the latest."""
         changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -532,6 +551,11 @@ class Registry:
                 cache.snapshot = None
                 cache.revision += _routed_by(node) != _routed_by(before)
         cache.stale.clear()
+
+    def _heard_at(self, incarnation: Incarnation) -> float | None:
+        """Return when the agent's last ping came; None if it said bye, or if that is not known any more."""
+        known = self._records.get(incarnation) or self._departed.get(incarnation)
+        return None if known is None else known.heard_at
 
     def _publish(self, update: Register | Bye) -> None:
         for subscriber in self._subscribers:
@@ -598,7 +622,8 @@ class Registry:
         self._note(kind, record.info)
         del self._by_address[record.info.address]
         self._departed.pop(incarnation, None)
-        self._departed[incarnation] = DepartedAgent(record.served_at, _place(record.info))
+        heard_at = None if kind is EventKind.LEFT else record.heard_at
+        self._departed[incarnation] = DepartedAgent(record.served_at, _place(record.info), heard_at)
         if len(self._departed) > MAX_RETIRED:
             self._departed.popitem(last=False)
         self._cache.order_changed()
