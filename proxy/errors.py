@@ -12,6 +12,8 @@ from kvferry.common.json_errors import explain
 from kvferry.proxy.wire.registration import Incarnation
 
 RETRY_AFTER_S = 1
+AGENT_BUSY = 503
+"""The status of an agent that rejects a request for the time being."""
 MAX_AGENT_MESSAGE_CHARS = 2000
 """Of an agent's own words in an error, a code or the like included; engines repeat a whole prompt in them."""
 MAX_MESSAGE_CHARS = 4000
@@ -154,14 +156,18 @@ class UnsupportedEncoding(ProxyError):
 
 
 class NoAgent(ProxyError):
-    """The model is known, but no pair of agents can serve it now."""
+    """The model is known, but no agents can serve it now."""
 
     status = 503
     code = "no_agent"
 
+    def __init__(self, message: str, *, retry_after_s: int = RETRY_AFTER_S) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
     @property
     def headers(self) -> dict[str, str]:
-        return {"Retry-After": str(RETRY_AFTER_S)}
+        return {"Retry-After": str(self.retry_after_s)}
 
 
 class OutOfDescriptors(ProxyError):
@@ -275,6 +281,23 @@ class AgentLost(ProxyError):
         return not self.not_connected and self.status != 503
 
 
+class AgentBusy(AgentLost):
+    """An agent rejected the request with a 503 for the time being: back-pressure, no failure of the agent.
+
+    `retry_after_s` is its `Retry-After`.
+    """
+
+    code = "agent_busy"
+
+    def __init__(self, message: str, agent: Incarnation, retry_after_s: int | None = None) -> None:
+        super().__init__(message, agent, status=503)
+        self.retry_after_s = RETRY_AFTER_S if retry_after_s is None else retry_after_s
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Retry-After": str(self.retry_after_s)}
+
+
 class SuspectRequest(ProxyError):
     """Agents died or fell silent while they served the request, as many as one request may cost.
 
@@ -327,6 +350,10 @@ class BadResponse(ProxyError):
         return cls(f"{what} cannot be read: {explain(error, whole='it').message}")
 
 
+class BusyResponse(BadResponse):
+    """An agent's response says, under HTTP 200, that it rejects the request for the time being."""
+
+
 class AnswerDiverged(ProxyError):
     """A retried prefill sampled another first token than the one that was already sent to the client."""
 
@@ -372,6 +399,11 @@ class AgentError(msgspec.Struct, frozen=True, kw_only=True):
     type: str | None = None
     param: str | None = None
     code: str | int | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it would be a 503, had the response not begun with a 200."""
+        return self.code == AGENT_BUSY
 
 
 def agent_error(raw: bytes) -> AgentError | None:

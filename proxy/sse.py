@@ -138,6 +138,11 @@ def has_error(events: bytes) -> bool:
     return ERROR_EVENT in events
 
 
+def first_error(events: bytes) -> bytes:
+    """The payload of the first event that is an error. For events of which one `has_error`."""
+    return data(events[events.index(ERROR_EVENT) :].partition(END_OF_EVENT)[0]) or b""
+
+
 def has_empty_choices(events: bytes) -> bool:
     """Whether any event is without choices, as the one with the usage is. No JSON string can look like it."""
     return _NO_CHOICES.search(events) is not None

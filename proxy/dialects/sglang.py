@@ -30,7 +30,7 @@ from kvferry.proxy.dialects.base import (
     reject_unsupported,
 )
 from kvferry.proxy.dialects.fields import SGLANG_FIELDS, ClientFields
-from kvferry.proxy.errors import BadResponse, InvalidRequest, agent_error
+from kvferry.proxy.errors import AgentError, BadResponse, BusyResponse, InvalidRequest, agent_error
 from kvferry.proxy.request import ClientRequest
 from kvferry.proxy.wire.dialects import SGLANG
 
@@ -63,11 +63,15 @@ class Sglang(Dialect):
 
     def read_prefill(self, sub: SubRequest, raw: bytes) -> Prefilled:
         """Its token has gone to the decode server: only failures matter."""
-        if sub.request.stream:
-            if sse.has_error(raw):
-                raise BadResponse("the prefill server's stream holds an error")
-        elif (error := agent_error(raw)) is not None:
-            raise BadResponse(f"the prefill server failed: {error.message}")
+        if not sub.request.stream:
+            error = agent_error(raw)
+        elif sse.has_error(raw):
+            error = agent_error(sse.first_error(raw)) or AgentError()
+        else:
+            error = None
+        if error is not None:
+            kind = BusyResponse if error.is_busy else BadResponse
+            raise kind(f"the prefill server failed: {error.message}")
         return Prefilled()
 
     def decode_leg(

@@ -40,10 +40,12 @@ from kvferry.proxy.dialects.base import (
 )
 from kvferry.proxy.dialects.sent_tokens import SentTokens
 from kvferry.proxy.errors import (
+    AgentBusy,
     AgentLost,
     AgentRejected,
     AgentTimeout,
     BadResponse,
+    BusyResponse,
     KvUnproven,
     LeaseUnknown,
     StreamBroken,
@@ -399,7 +401,8 @@ class SubExchange:
             except BadResponse as error:
                 if dialect.is_native:
                     raise
-                raise AgentLost(f"{server.address}: {error.message}", server.incarnation) from error
+                kind = AgentBusy if isinstance(error, BusyResponse) else AgentLost
+                raise kind(f"{server.address}: {error.message}", server.incarnation) from error
         self._is_pinned = prefilled.params is not None
         if prefilled.kv_endpoint is not None:
             self._context.kv_endpoints.learn(self._endpoints, prefilled.kv_endpoint, now())

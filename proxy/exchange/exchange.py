@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from kvferry.common.exceptions import release_locals
 from kvferry.proxy.clock import now
 from kvferry.proxy.dialects.sent_tokens import SentTokens
-from kvferry.proxy.errors import AgentLost, ModelNotFound, NoAgent, StreamBroken
+from kvferry.proxy.errors import AgentLost, ModelNotFound, StreamBroken
 from kvferry.proxy.exchange.attempt import Attempt, AttemptContext, RequestState
 from kvferry.proxy.exchange.legs import Legs, ResponseSink
 from kvferry.proxy.exchange.poison import PoisonCheck
@@ -159,7 +159,7 @@ class Exchange:
         if reservation is NoPair.UNKNOWN_MODEL:
             raise ModelNotFound(f"{reservation.value}: {model!r}", param="model")
         if isinstance(reservation, NoPair):
-            raise NoAgent(f"{reservation.value}: {model!r}")
+            raise context.fleet.no_agent(reservation, model)
         return reservation
 
     async def _plan_retry(self, pair: Pair, lost: AgentLost) -> None:

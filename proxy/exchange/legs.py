@@ -19,9 +19,11 @@ from kvferry.proxy import sse
 from kvferry.proxy.clock import now
 from kvferry.proxy.dialects.base import LegRequest
 from kvferry.proxy.errors import (
+    AgentBusy,
     AgentLost,
     AgentTimeout,
     BadResponse,
+    BusyResponse,
     KvUnproven,
     ProxyError,
     shorten,
@@ -39,6 +41,8 @@ T = TypeVar("T")
 AgentFailure = AgentLost | AgentTimeout | BadResponse
 AGENT_FAILURES = (AgentLost, AgentTimeout, BadResponse)
 """What counts as its agent's failure when a leg ends with it."""
+NO_FAULTS = (KvUnproven, AgentBusy, BusyResponse)
+"""Those that say nothing about the agent's health."""
 
 
 class LegReports(Protocol):
@@ -161,8 +165,8 @@ class Legs:
 class OpenLeg:
     """A leg; entering sends it and waits for the response's headers, and its end is reported.
 
-    What is raised within counts as the leg's end. KV that cannot be proven says nothing about the agent. A
-    class, since a generator's context would cost as much as the request itself.
+    What is raised within counts as the leg's end. A class, since a generator's context would cost as much as
+    the request itself.
     """
 
     def __init__(
@@ -195,7 +199,7 @@ class OpenLeg:
             self._on_end(error)
         if error is None:
             self._reports.leg_succeeded(self._agent)
-        elif isinstance(error, AGENT_FAILURES) and not isinstance(error, KvUnproven):
+        elif isinstance(error, AGENT_FAILURES) and not isinstance(error, NO_FAULTS):
             self._reports.leg_failed(self._agent, error)
         elif isinstance(error, asyncio.CancelledError):
             self._reports.leg_cancelled(self._agent)

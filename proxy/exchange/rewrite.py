@@ -30,7 +30,15 @@ import msgspec
 from kvferry.proxy import sse
 from kvferry.proxy.dialects.base import Dialect, Prefilled, SubRequest
 from kvferry.proxy.dialects.sent_tokens import SentTokens
-from kvferry.proxy.errors import NOT_JSON, AgentError, AgentLost, AgentRejected, BadResponse, agent_error
+from kvferry.proxy.errors import (
+    NOT_JSON,
+    AgentBusy,
+    AgentError,
+    AgentLost,
+    AgentRejected,
+    BadResponse,
+    agent_error,
+)
 from kvferry.proxy.exchange.sub_requests import SubResponse
 from kvferry.proxy.wire.registration import Incarnation, Register
 
@@ -232,7 +240,8 @@ class RewrittenResponse(SubResponse):
             raise BadResponse(f"{self._server.address} answered an error that cannot be read")
         if isinstance(error.code, int) and 400 <= error.code < 500:
             raise AgentRejected(error.code, error)
-        raise AgentLost(f"{self._server.address} failed: {error.message}", self._lost)
+        kind = AgentBusy if error.is_busy else AgentLost
+        raise kind(f"{self._server.address} failed: {error.message}", self._lost)
 
     def _choices(self, raw: msgspec.Raw) -> list[dict[str, msgspec.Raw]]:
         """The choices with the client's indices and finish reasons; note which have ended."""

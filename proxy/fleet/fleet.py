@@ -4,18 +4,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+import math
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from random import Random
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
+from kvferry.proxy.errors import RETRY_AFTER_S, NoAgent
 from kvferry.proxy.fleet.address_rules import AddressRules
 from kvferry.proxy.fleet.admission import Admission, Reservation
 from kvferry.proxy.fleet.circuit_breaker import BreakerSettings
+from kvferry.proxy.fleet.pairing import Leg
 from kvferry.proxy.fleet.registry import Registry
 from kvferry.proxy.fleet.routing.load import Loads, Slots
 from kvferry.proxy.fleet.routing.policy import PolicyName
@@ -57,6 +61,10 @@ class FleetSettings:
             decode_only=self.decode_only_fallback,
             split_min_tokens=self.split_min_tokens,
         )
+
+
+_MISSING: Mapping[NoPair, Leg] = MappingProxyType({NoPair.NO_PREFILL: "prefill", NoPair.NO_DECODE: "decode"})
+"""The leg that no agent serves."""
 
 
 class AcquireRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,6 +135,21 @@ class Fleet:
         """Return the longest context of an agent that serves the model; None if none has said."""
         nodes = self.registry.snapshot().nodes
         return max((node.info.max_model_len for node in nodes if node.info.model == model), default=0) or None
+
+    def no_agent(self, reason: NoPair, model: str) -> NoAgent:
+        """Return the error for a request that no agents can serve now."""
+        message, leg = f"{reason.value}: {model!r}", _MISSING.get(reason)
+        tripped = self.registry.tripped(model, leg) if leg is not None else []
+        if not tripped:
+            return NoAgent(message)
+        first, due_s = tripped[0]
+        name = first.name or first.address
+        others = f" (and {len(tripped) - 1} more)" if len(tripped) > 1 else ""
+        return NoAgent(
+            f"{message}; after failures in a row the circuit breaker of {name}{others} is open: "
+            f"it is tried again in {due_s:.1f} s",
+            retry_after_s=max(RETRY_AFTER_S, math.ceil(due_s)),
+        )
 
     def drain(self, agent: Incarnation, drained: bool) -> None:
         """Take an agent out of rotation, or put it back; one that is not known is ignored."""

@@ -495,6 +495,21 @@ class Registry:
             if not self.is_alive(info.incarnation) and self.has_substitute(info)
         )
 
+    def tripped(self, model: str, leg: Leg) -> list[tuple[Register, float]]:
+        """Return the model's agents that would serve the leg, but for their circuit breakers, and in how many
+        seconds each is tried again; the one that is tried first in front.
+        """
+        now = self._clock()
+        tripped = [
+            (record.info, max(0.0, due_at - now))
+            for record in self._records.values()
+            if (due_at := record.breaker.due_at) is not None
+            and record.info.model == model
+            and record.info.role in (leg, "both")
+            and _state(record, now) is NodeState.TRIPPED
+        ]
+        return sorted(tripped, key=lambda each: each[1])
+
     def find_silent(self, agents: Iterable[Register]) -> frozenset[Incarnation]:
         """Return those of which nothing was heard for `SILENCE_S`, but for those that said bye."""
         since = self._clock() - SILENCE_S

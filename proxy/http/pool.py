@@ -18,6 +18,8 @@ from kvferry.common.http.tls import client_context
 from kvferry.common.work_pool import PoolBusy, WorkPool
 from kvferry.proxy.clock import now
 from kvferry.proxy.errors import (
+    AGENT_BUSY,
+    AgentBusy,
     AgentLost,
     AgentRejected,
     AgentTimeout,
@@ -331,7 +333,8 @@ class UpstreamPool:
                 unresponsive (`proxy.http.hang_detector`).
 
         Entering raises:
-            AgentLost: connection refused or reset, a truncated response, or a 5xx.
+            AgentLost: connection refused or reset, a truncated response, or a 5xx; `AgentBusy` for a 503 with
+                a reason or a `Retry-After`.
             AgentTimeout: a deadline passed.
             AgentRejected: a 4xx, with the agent's error.
             BadResponse: any other status but 200, or a body that is compressed.
@@ -548,16 +551,17 @@ def _status_error(
 ) -> AgentRejected | AgentLost | BadResponse:
     """The error for an agent's status other than 200."""
     status, error = connection.status, agent_error(raw)
+    retry_after = connection.headers.get(b"retry-after")
     if 400 <= status < 500:
-        return AgentRejected(status, error, _retry_after_s(connection.headers.get(b"retry-after", b"")))
-    if status >= 500:
-        reason = "no reason given" if error is None else error.message
-        return AgentLost(
-            f"{agent.address} returned HTTP {status}: {reason}",
-            agent.incarnation,
-            status=status,
-        )
-    return BadResponse(f"{agent.address} returned HTTP {status}")
+        return AgentRejected(status, error, _retry_after_s(retry_after or b""))
+    if status < 500:
+        return BadResponse(f"{agent.address} returned HTTP {status}")
+    reason = "no reason given" if error is None else error.message
+    message = f"{agent.address} returned HTTP {status}: {reason}"
+    # Without either it may come from what is before the server, which has failed.
+    if status == AGENT_BUSY and not (error is None and retry_after is None):
+        return AgentBusy(message, agent.incarnation, _retry_after_s(retry_after or b""))
+    return AgentLost(message, agent.incarnation, status=status)
 
 
 def _retry_after_s(value: bytes) -> int | None:

@@ -51,11 +51,11 @@ HELD_BACK = "held back"
 class Fault:
     """How one leg is to fail, once.
 
-    Kinds: `status` answers that HTTP status; `reset` resets the connection before any answer; `hang` never
-    answers; `silent` sends headers and then nothing; `empty` ends a stream without any event; `cut` resets
-    in the midst of an event, after `after_events` events; `no_done` ends cleanly without `[DONE]`; `stall`
-    falls silent after some events; `error` sends an error event about the request, `failure` one about the
-    agent; `late_end` ends its stream a while after
+    Kinds: `status` answers that HTTP status, with an error in its body unless `bare`; `reset` resets the
+    connection before any answer; `hang` never answers; `silent` sends headers and then nothing; `empty` ends
+    a stream without any event; `cut` resets in the midst of an event, after `after_events` events; `no_done`
+    ends cleanly without `[DONE]`; `stall` falls silent after some events; `error` sends an error event about
+    the request, `failure` one about the agent; `late_end` ends its stream a while after
     `[DONE]`; `garbage` answers JSON of no known shape; `other_tokens` draws other tokens than the seed says.
     `dropped` answers as a prefill does whose KV nobody wants any more. `latin_1` (of other
     engines' servers only) answers text that is no UTF-8, in a stream after some events.
@@ -69,7 +69,21 @@ class Fault:
     status: int = 500
     encoding: str = "utf-8"
     """Of what a `status` answer says."""
+    bare: bool = False
+    retry_after: str | None = None
     after_events: int = 2
+
+    def answer(self) -> web.Response:
+        """What a `status` fault answers."""
+        if self.bare:
+            answer = web.Response(
+                status=self.status, text="<html>no upstream</html>", content_type="text/html"
+            )
+        else:
+            answer = _error(self.status, "as it was told to fail", encoding=self.encoding)
+        if self.retry_after is not None:
+            answer.headers["Retry-After"] = self.retry_after
+        return answer
 
 
 @dataclass(slots=True)
@@ -338,7 +352,7 @@ class StandInAgent:
             if fault is not None and fault.kind == "dropped":
                 return _error(409, "nobody wants it", code="transfer_dropped")
             if fault is not None and fault.kind == "status":
-                return _error(fault.status, "as it was told to fail", encoding=fault.encoding)
+                return fault.answer()
             if fault is not None and fault.kind == "hang":
                 await asyncio.Event().wait()
             if fault is not None and fault.kind == "reset":

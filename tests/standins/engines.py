@@ -179,7 +179,7 @@ class StandInServer(StandInAgent):
             await self._survive(request, body, leg)
             fault = self._fault(leg)
             if fault is not None and fault.kind == "status":
-                return _error(fault.status, "as it was told to fail", encoding=fault.encoding)
+                return fault.answer()
             if fault is not None and fault.kind == "hang":
                 await asyncio.Event().wait()
             if fault is not None and fault.kind == "reset":
@@ -187,6 +187,8 @@ class StandInServer(StandInAgent):
             if leg == "prefill":
                 if self.stagger is not None and len(self.asked) > 1:
                     await self.stagger.wait()
+                if fault is not None and fault.kind == "failure":
+                    return await self._streamed(request, self.draw(request, body), fault)
                 return await self.prefill(request, body)
             drawn = self.draw(request, body)
             if leg == "decode":
@@ -250,7 +252,7 @@ class StandInServer(StandInAgent):
         for number, event in enumerate(drawn.events()):
             if fault is not None and number == fault.after_events:
                 if kind == "failure":
-                    told = {"message": "no more", "type": "InternalServerError", "code": 500}
+                    told = {"message": "no more", "type": "InternalServerError", "code": fault.status}
                     await response.write(_event({"error": told}))
                     break
                 if kind == "latin_1":

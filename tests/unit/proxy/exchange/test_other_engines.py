@@ -686,6 +686,42 @@ async def test_a_client_that_leaves_late_has_nothing_fetched_again(
 
 
 @every_kind
+@pytest.mark.parametrize("stage", [{"breaker_failures": 1, "retries": 0}], indirect=True)
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+async def test_a_busy_server_has_not_failed(fleet: Fleet, leg: Any, stream: bool) -> None:
+    """F14: as SGLang answers while its queue is full."""
+    servers = await fleet.pair()
+    servers[leg == "decode"].faults.append(Fault(leg, "status", status=503, retry_after="7"))
+    async with fleet.stage.post({**BODY, "stream": stream}) as response:
+        assert (response.status, response.headers["Retry-After"]) == (503, "7")
+        assert (await response.json())["error"]["code"] == "agent_busy"
+    async with fleet.stage.http.get(f"{fleet.stage.proxy.url}/nodes") as response:
+        assert {node["breaker"] for node in (await response.json())["nodes"]} == {"closed"}
+    assert (await fleet.stage.ask(BODY))[0] == 200
+
+
+@pytest.mark.parametrize("fleet", ["sglang"], indirect=True)
+@pytest.mark.parametrize("stage", [{"breaker_failures": 1, "retries": 0}], indirect=True)
+@pytest.mark.parametrize(
+    ("status", "code", "state"), [(503, "agent_busy", "closed"), (500, "agent_lost", "open")]
+)
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+async def test_a_busy_server_may_say_so_under_http_200(
+    fleet: Fleet, leg: Any, status: int, code: str, state: str
+) -> None:
+    """F14: to a stream it answers with an event, whose code is what the status would be."""
+    servers = await fleet.pair()
+    told = servers[leg == "decode"]
+    told.faults.append(Fault(leg, "failure", status=status, after_events=0))
+    async with fleet.stage.post({**BODY, "stream": True}) as response:
+        assert f'"code":"{code}"' in await response.text()
+    async with fleet.stage.http.get(f"{fleet.stage.proxy.url}/nodes") as response:
+        nodes = (await response.json())["nodes"]
+    assert [node["breaker"] for node in nodes if node["address"] == told.address] == [state]
+
+
+@every_kind
 @pytest.mark.parametrize("stream", [True, False])
 async def test_without_a_prefill_server_decode_servers_serve_alone(fleet: Fleet, stream: bool) -> None:
     """W2: where they can; SGLang's wait for a prefill server with whatever they are asked."""
