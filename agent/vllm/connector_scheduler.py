@@ -37,7 +37,7 @@ from kvferry.agent.vllm.step_meter import StepMeter
 from kvferry.common.hashing import Purpose, digest
 from kvferry.common.state_machine import transition, transitions
 from kvferry.proxy.wire.registration import Capacity, WorkReport
-from kvferry.transfer.events import LeaseEnded, PullDone, PullFailed, PullQuiescent
+from kvferry.transfer.events import NO_FAULT, WITHDRAWN, LeaseEnded, PullDone, PullFailed, PullQuiescent
 from kvferry.transfer.plane import BlockRun, RemotePrompt
 
 _COMPUTED = frozenset({"FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"})
@@ -226,7 +226,7 @@ class KvferryConnectorScheduler:
         """Read what the request asks for, and keep the lease of a prompt that it fetches."""
         self.requests += 1
         task = self._task_of(request)
-        if not isinstance(task, DropPrompt):
+        if not isinstance(task, DropPrompt) and not _is_aborted(request):
             self._meter.begun(request, fetches=isinstance(task, FetchPrompt))
         if task is None:
             return
@@ -249,6 +249,10 @@ class KvferryConnectorScheduler:
             self._figures["bad_params"] += 1
             log.warning("request %s: invalid kv_transfer_params: %s", request.request_id, error)
             return None
+        if isinstance(task, FetchPrompt) and _is_aborted(request):
+            # Its prompt is not the one whose KV is lent; the lease is ended with the request.
+            self._figures["aborted_before_admission"] += 1
+            return task if self._fetches_prompts else None
         if isinstance(task, FetchPrompt):
             usable = self._fetches_prompts and _has_ids(request)
             if not usable or task.remote_num_tokens > len(request.prompt_token_ids):
@@ -481,14 +485,15 @@ class KvferryConnectorScheduler:
         fetch = self._fetches.get(event.transfer_id)
         if fetch is None or fetch.state is not FetchState.PULLING:
             return
-        if event.reason != "cancelled":  # by a client that left
+        if event.reason not in NO_FAULT:
             self._counts.pull_failed(fetch.task.remote_engine_id, event)
         self._fail_pull(fetch, event.reason, quiescent=event.quiescent)
 
     def _fail_pull(self, fetch: _Fetch, reason: str, *, quiescent: bool = True) -> None:
         fetch.failure = reason
-        self._figures[f"failed_transfers:{reason}"] += 1
-        if not fetch.is_abandoned:
+        if reason not in NO_FAULT:
+            self._figures[f"failed_transfers:{reason}"] += 1
+        if not fetch.is_abandoned and reason != WITHDRAWN:
             self._figures["recomputed"] += 1
             self._counts.recompute()
             log.info("request %s: its KV cannot be used: %s", fetch.owner, reason)
@@ -542,6 +547,13 @@ def leave_last_token(request: Any) -> None:
     del request._all_token_ids[last:]
     request.num_prompt_tokens = last
     request.max_tokens = 1  # what follows would be another prompt's
+
+
+def _is_aborted(request: Any) -> bool:
+    """Whether vLLM only says that a request of such params never came to the engine: its client left before,
+    or the API server rejected it.
+    """
+    return bool(getattr(request, "abort_immediately", False))
 
 
 def _has_ids(request: Any) -> bool:

@@ -19,6 +19,7 @@ _PLAIN = {
     "of a prompt, which is what was lent.",
     "not_lent": "Prompts that were asked for, but whose KV could not be lent.",
     "cached": "Prompts that were in the local prefix cache whole, so that nothing was fetched.",
+    "aborted_before_admission": "Requests that were aborted or rejected before the engine had them.",
     "bad_params": "Requests with kv_transfer_params that could not be used.",
 }
 _BY_REASON = {

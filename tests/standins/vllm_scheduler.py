@@ -44,6 +44,7 @@ class VllmRequest:
     prompt_embeds: Any = None
     lora_request: Any = None
     mm_features: tuple[Any, ...] = ()
+    abort_immediately: bool = False
     status: Status = Status.WAITING
     num_computed_tokens: int = 0
     blocks: list[int] = field(default_factory=list)
@@ -107,7 +108,13 @@ class VllmScheduler:
         self.requests[request.request_id] = request
         self._scheduler.on_new_request(request)
         self._waiting.append(request)
+        if request.abort_immediately:
+            self.finish(request, Status.FINISHED_ABORTED)
         return request
+
+    def reject(self, name: str, params: dict[str, Any]) -> VllmRequest:
+        """What the API server has vLLM add for a request that it rejects, or whose client has left."""
+        return self.add(VllmRequest(name, [0], params, abort_immediately=True))
 
     def step(self) -> ConnectorMetadata:
         """Schedule what can be, run it, and act on the report."""

@@ -15,7 +15,7 @@ from kvferry.agent.vllm.kv_groups import KvGroup, groups_of
 from kvferry.agent.vllm.plane_thread import Event, LeaseRefused
 from kvferry.agent.vllm.settings import NotServed
 from kvferry.proxy.wire.registration import Incarnation, LinkUse
-from kvferry.transfer.events import LeaseEnded, PullDone, PullFailed, PullQuiescent
+from kvferry.transfer.events import NO_FAULT, LeaseEnded, PullDone, PullFailed, PullQuiescent
 from kvferry.transfer.plane import BlockRun, RemotePrompt, one_group
 from tests.standins.vllm_scheduler import Status, VllmRequest, VllmScheduler, prompt
 from tests.standins.vllm_specs import (
@@ -407,6 +407,60 @@ def test_a_request_that_is_aborted_before_it_has_room_is_not_fetched() -> None:
     assert not engine.plane.pulls
     engine.vllm.finish(request, Status.FINISHED_ABORTED)
     assert engine.plane.cancelled == ["t"]
+    engine.check_all_free()
+
+
+@pytest.mark.parametrize("length", [1, 10])
+def test_a_request_that_never_came_to_the_engine_ends_the_lease_of_its_prompt(
+    length: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """N8: vLLM adds another request, of one token, in its place. Nothing was wrong with its params."""
+    engine = Engine()
+    engine.vllm.reject("d", fetch_params("t", length))
+    assert engine.plane.held == engine.plane.cancelled == ["t"] and not engine.plane.pulls
+    assert engine.scheduler.take_figures() == {"aborted_before_admission": 1}
+    assert not caplog.records
+    engine.vllm.step()
+    assert not engine.scheduler.work.prompt_tokens
+    engine.check_all_free()
+
+
+def test_it_ends_no_lease_that_others_of_its_prompt_need() -> None:
+    engine = Engine()
+    other = engine.fetch("0_d", "t")
+    engine.vllm.reject("1_d", fetch_params("t", 10))
+    engine.vllm.step()
+    assert "t" in engine.plane.pulls and not engine.plane.cancelled
+    engine.plane.events.append(done("t"))
+    engine.vllm.step()
+    engine.vllm.step()
+    engine.vllm.finish(other)
+    engine.check_all_free()
+
+
+def test_a_server_that_fetches_nothing_counts_it_too() -> None:
+    engine = Engine(role="prefill")
+    engine.vllm.reject("d", fetch_params("t", 10))
+    assert not engine.plane.held
+    assert engine.scheduler.take_figures() == {"aborted_before_admission": 1}
+    engine.check_all_free()
+
+
+@pytest.mark.parametrize("reason", NO_FAULT)
+def test_a_pull_that_nobody_needs_any_more_has_not_failed(reason: str) -> None:
+    """As in our own engine: its client has left, or the prefill ended the whole answer."""
+    engine = Engine()
+    request = engine.fetch("d", "t")
+    engine.vllm.step()
+    if reason == "cancelled":
+        engine.vllm.finish(request, Status.FINISHED_ABORTED)
+    engine.plane.events.append(PullFailed(transfer_id="t", reason=reason, quiescent=True))
+    engine.vllm.step()
+    engine.vllm.step()
+    assert engine.scheduler.take_figures() == {}
+    assert not engine.scheduler.work.failures and not engine.scheduler.work.recomputes
+    if reason != "cancelled":
+        engine.vllm.finish(request, Status.FINISHED_ABORTED)
     engine.check_all_free()
 
 
