@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import zmq
 
@@ -33,6 +35,8 @@ from kvferry.transfer.ranks.messages import Connect, Read, pack_spans
 HANDSHAKE_S = 5.0
 RESPONSE_TIMEOUT_S = 2.0
 """Limit for a response, on top of the wait that a request allows."""
+MAX_SILENCE_S = 5.0
+"""A producer that has answered nothing for so long, although leases were to be renewed, is lost."""
 
 _log = logging.getLogger(__name__)
 
@@ -116,6 +120,8 @@ class Link:
         self._dialling: asyncio.Task[None] | None = None
         self._offer: tuple[str, ...] = ranks.transfers
         self._deadline: asyncio.TimerHandle | None = None
+        self._answered_at = 0.0
+        """When the last response came, or the handshake ended."""
         self._plans: list[ReadPlan] = []
         """By our rank; a pull's spans are made of them."""
 
@@ -201,7 +207,19 @@ class Link:
                 consumer=self._config.incarnation,
                 transfer_ids=tuple(transfer_ids[first : first + wire.MAX_IDS]),
             )
-            self._request(request, RESPONSE_TIMEOUT_S, on_response)
+            self._request(request, RESPONSE_TIMEOUT_S, partial(self._renewed, on_response))
+
+    def _renewed(
+        self, on_response: Callable[[wire.Response | None], None], response: wire.Response | None
+    ) -> None:
+        """Lose a producer whose host is down: no connection to it breaks, and reads would last to their
+        deadline.
+        """
+        silent_s = time.monotonic() - self._answered_at
+        if response is None and self.state is LinkState.READY and silent_s > MAX_SILENCE_S:
+            self.lose("unreachable", f"no response for {silent_s:.1f} s")
+        else:
+            on_response(response)
 
     def release(
         self, transfer_id: str, read_ok: bool, on_response: Callable[[wire.Response | None], None]
@@ -300,6 +318,7 @@ class Link:
             return
         if outcome.ok:
             self._transition(LinkState.READY)
+            self._answered_at = time.monotonic()
             self._stop_deadline()
             self._on_ready(self)
             return
@@ -388,6 +407,8 @@ class Link:
         self, request: wire.Request, timeout_s: float, on_response: Callable[[wire.Response | None], None]
     ) -> None:
         def settled(response: wire.Response | None) -> None:
+            if response is not None:
+                self._answered_at = time.monotonic()
             if isinstance(response, wire.RequestRefused) and response.field == "incarnation":
                 self.refusal = f"incarnation: {response.ours} is there now, not {self.source}"
                 self.lose("incarnation", self.refusal)

@@ -652,6 +652,29 @@ async def test_a_connection_that_only_fell_silent_is_replaced(monkeypatch: pytes
             assert_same_kv(prefill, THEIRS, decode, OURS)
 
 
+async def test_a_read_from_a_host_that_is_down_ends_long_before_its_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """W1: no connection breaks, but leases are not renewed. Its blocks may still be written to."""
+    monkeypatch.setattr("kvferry.transfer.consumer.link.RESPONSE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("kvferry.transfer.consumer.link.MAX_SILENCE_S", 0.5)
+    async with (
+        Agent(seed=1, lease_s=0.6, tcp_fault="delay:seconds=20") as prefill,
+        Agent(seed=2, lease_s=0.6) as decode,
+    ):
+        forwarder = Forwarder(prefill.plane.control_port)
+        async with forwarder as port:
+            remote = prefill.remote(TOKENS, port=port)
+            decode.plane.pull(prefill.lend(THEIRS, TOKENS), remote, one_group(OURS), 60.0)
+            await asyncio.sleep(2.0)
+            assert not decode.events, "it is renewed, and goes on"
+            forwarder.forget()
+            failed = await decode.event(PullFailed, timeout_s=4.0)
+            assert failed.reason == "unreachable" and "no response" in failed.detail
+            if not failed.quiescent:
+                await decode.event(PullQuiescent, timeout_s=10.0)
+
+
 async def test_a_held_transfer_moves_to_the_connection_that_replaces_a_silent_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
