@@ -123,7 +123,7 @@ class UnpairedReasons:
         self._of_decodes = Matching(snapshot.pairing, "decode", self._prefills)
 
     def not_paired(self, position: int) -> str | None:
-        """Return why no request is routed to this agent, or None if one could be."""
+        """Return why the agent serves in no pair, or None if it could."""
         node = self._snapshot.nodes[position]
         if node.info.dialect not in DIALECTS:
             return Mismatch.DIALECT.value

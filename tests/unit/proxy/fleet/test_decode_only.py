@@ -8,7 +8,12 @@ from typing import Any
 
 import pytest
 
+from kvferry.proxy.fleet.admission import Reservation
+from kvferry.proxy.fleet.fleet import AcquireRequest, Fleet, FleetSettings
+from kvferry.proxy.fleet.routing.routing_request import RoutingRequest
+from kvferry.proxy.telemetry.metrics import Metrics
 from tests.standins.agents import Fault, StandInAgent
+from tests.unit.proxy.builders import registration
 from tests.unit.proxy.conftest import Stage, StartStage
 
 BODY = {"model": "stand-in", "prompt": "a b c", "max_tokens": 6, "seed": 7}
@@ -65,6 +70,22 @@ async def test_the_last_prefill_agent_is_lost_with_a_request(stage: Stage, strea
     assert text == expected
     assert legs(decode) == ["alone"]
     assert stage.metric(DECODE_ONLY) == 1
+
+
+@pytest.mark.parametrize("comes", [True, False])
+async def test_while_agents_announce_themselves_a_prefill_agent_is_waited_for(comes: bool) -> None:
+    """As after the start of a proxy: it is most likely about to come."""
+    clock = asyncio.get_running_loop().time
+    fleet = Fleet(FleetSettings(), Metrics(), clock, settled_at=clock() + 0.5)
+    fleet.registry.register(registration("decode", 1))
+    request = AcquireRequest(routing_request=RoutingRequest(model="m"), by=clock() + 5.0)
+    waiting = asyncio.ensure_future(fleet.acquire(request))
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
+    if comes:
+        fleet.registry.register(registration("prefill", 2))
+    granted = await waiting
+    assert isinstance(granted, Reservation) and granted.pair.alone is not comes
 
 
 async def test_the_option_turns_it_off(start_stage: StartStage) -> None:
