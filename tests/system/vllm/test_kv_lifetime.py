@@ -43,6 +43,8 @@ PULL_TIMEOUT_S = 4.0
 FREED_S = 1.0
 SLOTS = 2
 BYTES = "vllm:kvferry_transfer_bytes_total"
+ABORTED = "vllm:kvferry_aborted_before_admission_total"
+BAD_PARAMS = "vllm:kvferry_bad_params_total"
 WAITING = "vllm:num_requests_waiting"
 PREEMPTED = "vllm:num_preemptions_total"
 
@@ -89,6 +91,7 @@ async def test_what_nobody_waits_for_is_freed_and_a_producer_that_stands_still_c
     async with started(tmp_path, lease_s=LEASE_S, max_running=SLOTS, connector=connector) as stack:
         await a_cached_prefix_shortens_the_pull(stack)
         await a_lease_is_dropped(stack)
+        await a_request_is_rejected_before_the_engine_has_it(stack)
         await a_client_leaves_while_its_request_waits(stack)
         await a_client_leaves_while_kv_is_pulled(stack)
         await a_client_leaves_while_its_request_decodes(stack)
@@ -120,6 +123,24 @@ async def a_lease_is_dropped(stack: Stack) -> None:
         assert response.status == 404
     await freed(stack, stack.prefill)
     assert await stack.prefill.sample(stack.http, ENDED, 'reason="dropped"') == before + 1
+
+
+async def a_request_is_rejected_before_the_engine_has_it(stack: Stack) -> None:
+    """N8: vLLM adds and aborts another in its place. The lease ends with that, and no params were bad."""
+    prompt = await one_prompt(stack)
+    lent = await lend(stack, prompt)
+    before = [
+        await stack.decode.sample(stack.http, ABORTED),
+        await stack.decode.sample(stack.http, BAD_PARAMS),
+        await stack.prefill.sample(stack.http, ENDED, 'reason="dropped"'),
+    ]
+    asked = greedy(prompt) | {"model": "no such model", "kv_transfer_params": lent}
+    async with stack.http.post(f"{stack.decode.url}/v1/completions", json=asked) as response:
+        assert response.status == 404
+    await freed(stack, stack.prefill)
+    assert await stack.decode.sample(stack.http, ABORTED) == before[0] + 1
+    assert await stack.decode.sample(stack.http, BAD_PARAMS) == before[1]
+    assert await stack.prefill.sample(stack.http, ENDED, 'reason="dropped"') == before[2] + 1
 
 
 async def a_client_leaves_while_its_request_waits(stack: Stack) -> None:
