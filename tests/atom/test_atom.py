@@ -154,7 +154,8 @@ async def set_up(
 
 
 async def start_proxy(stack: AsyncExitStack, folder: Path, *flags: str) -> Process:
-    words = ("-m", "kvferry.proxy", "--port", "0", "--discovery-port", "0", *flags)
+    pairs_only = ("--decode-only-fallback", "false")
+    words = ("-m", "kvferry.proxy", "--port", "0", "--discovery-port", "0", *pairs_only, *flags)
     proxy = await start_process("proxy", words, folder)
     stack.push_async_callback(proxy.stop)
     return proxy

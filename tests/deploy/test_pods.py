@@ -99,10 +99,10 @@ async def test_a_request_streams_through_the_chart_s_pods_by_the_name_of_the_ser
     proxies = [each for each in running if each.name in ("r-kvferry-proxy-0", "r-kvferry-proxy-1")]
     assert len(agents) == len(proxies) == 2 and len(running) == 4
     async with session() as http:
-        # A proxy is ready once it knows an agent of each role: they have found both by the headless Service.
         await asyncio.gather(*(answers(http, each, "readinessProbe") for each in running))
         await asyncio.gather(*(answers(http, each, "livenessProbe") for each in running))
         for proxy in proxies:
+            await knows_ready_agents(http, f"http://{proxy.address}:10001", len(agents))
             answer = await complete(http, f"http://{proxy.address}:10001", {**BODY, "stream": True})
             assert answer.choices[0].text == ANSWER
             assert answer.timing["pull_bytes"] and answer.timing["backend"] == "tcp"
@@ -116,6 +116,17 @@ async def test_a_request_streams_through_the_chart_s_pods_by_the_name_of_the_ser
     assert "".join(choice["text"] for each in events for choice in json.loads(each)["choices"]) == ANSWER
     for pod in [*proxies, *agents]:
         assert pods.stop(pod) == [0], pods.logs(pod)  # drained, and not killed
+
+
+async def knows_ready_agents(http: aiohttp.ClientSession, proxy: str, count: int) -> None:
+    """Wait until a proxy knows that many agents as ready: they find it by the headless Service."""
+    async with asyncio.timeout(patient(10.0)):
+        while True:
+            async with http.get(f"{proxy}/nodes") as response:
+                states = [node["state"] for node in (await response.json())["nodes"]]
+            if states == ["ready"] * count:
+                return
+            await asyncio.sleep(0.1)
 
 
 def about(containers: Containers, image: str) -> dict[str, Any]:

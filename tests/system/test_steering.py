@@ -107,15 +107,18 @@ async def test_a_prompt_too_short_to_split_is_served_by_a_decode_agent(cluster: 
     assert sum(after.values()) - sum(before.values()) == len(prompts)
 
 
-async def test_without_a_prefill_agent_it_is_503_with_retry_after(cluster: Cluster) -> None:
-    """The last test of this file: the cluster is no good afterwards."""
+async def test_without_a_prefill_agent_long_prompts_are_served_by_decode_agents_alone(
+    cluster: Cluster,
+) -> None:
+    """W2. The last test of this file but one: there is no prefill agent afterwards."""
     await cluster.agents["prefill-0"].stop()
-    async with aiohttp.ClientSession() as http:
-        (long,) = prompts_of(1, LONG)
-        async with http.post(f"{cluster.url}/v1/completions", json=body(long.prompt)) as response:
-            assert response.status == 503
-            assert int(response.headers["Retry-After"]) >= 1
-            assert (await response.json())["error"]["code"]
+    (long,) = prompts_of(1, LONG)
+    asked = [body(long.prompt, stream=stream) for stream in (False, True)]
+    for answer in await complete_all(cluster.url, asked, concurrency=2):
+        assert isinstance(answer, Answer) and answer.choices[0].text == long.answer
+    async with aiohttp.ClientSession() as http, http.get(f"{cluster.url}/ready") as response:
+        assert response.status == 200
+    assert total(await scrape(cluster.url), "kvferry_proxy_decode_only_requests_total") == 2
 
 
 async def requests(cluster: Cluster) -> dict[str, float]:

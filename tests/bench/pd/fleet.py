@@ -85,7 +85,7 @@ async def running(system: System, setup: Setup) -> AsyncIterator[Running]:
             yield Running(_url(port), (_url(port),), (pid,), None)
             return
         ports = free_port(), free_port()
-        words = ["--port", "0", "--discovery-port", "0"]
+        words = ["--port", "0", "--discovery-port", "0", "--decode-only-fallback", "false"]
         if system == "nixl":
             words += ["--dialect", "vllm-nixl", "--prefill", _url(ports[0]), "--decode", _url(ports[1])]
         elif system == "together":

@@ -82,7 +82,16 @@ async def started(
 ) -> AsyncIterator[Stack]:
     """A proxy, and two servers of so many ranks that announce themselves to it, or three."""
     async with AsyncExitStack() as stack:
-        words = ("-m", "kvferry.proxy", "--port", "0", "--discovery-port", "0")
+        words = (
+            "-m",
+            "kvferry.proxy",
+            "--port",
+            "0",
+            "--discovery-port",
+            "0",
+            "--decode-only-fallback",
+            "false",
+        )
         proxy = await start_process("proxy", words, log_dir)
         stack.push_async_callback(proxy.stop)
         discovery = f"127.0.0.1:{proxy.listening['discovery_port']}"

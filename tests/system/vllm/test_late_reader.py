@@ -140,6 +140,7 @@ async def proxy(
 ) -> AsyncIterator[str]:
     """A proxy before the pair; yields its URL once it is ready."""
     servers = ("--prefill", pair[0].url, "--decode", pair[1].url, "--dialect", "vllm-nixl")
+    servers += ("--decode-only-fallback", "false")
     argv = ("-m", "kvferry.proxy", "--port", "0", "--discovery-port", "0", *servers, *words)
     process = await start_process(f"proxy-{name}", argv, log_dir)
     try:

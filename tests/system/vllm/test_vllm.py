@@ -45,6 +45,7 @@ async def started(stack: AsyncExitStack, tmp_path: Path) -> Stack:
     prefill = await stack.enter_async_context(vllm_server("prefill", "kv_producer", tmp_path))
     decode = await stack.enter_async_context(vllm_server("decode", "kv_consumer", tmp_path))
     words = ("--prefill", prefill.url, "--decode", decode.url, "--dialect", "vllm-nixl")
+    words += ("--decode-only-fallback", "false")
     proxy = await start_process(
         "proxy", ("-m", "kvferry.proxy", "--port", "0", "--discovery-port", "0", *words), tmp_path
     )
