@@ -213,7 +213,7 @@ cuda-requirements: $(STAMP) ## bring the versions of the image for NVIDIA GPUs u
 	$(BIN)/python -m tools.cuda_requirements
 
 site: $(STAMP) ## build the pages of docs/ as a site, in build/site
-	$(BIN)/mkdocs build --strict --theme readthedocs
+	$(BIN)/mkdocs build --strict --config-file tools/site.yml
 
 train: $(STAMP) ## train the bundled model from scratch
 	$(BIN)/python -m tools.train --out deploy/models/ferry-tiny

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import subprocess
 import sys
@@ -106,12 +107,21 @@ def test_every_page_can_be_found() -> None:
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site, as `make site` builds it."""
     target = tmp_path_factory.mktemp("site")
-    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--theme", "readthedocs"]
+    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", "tools/site.yml"]
     done = subprocess.run(
         [*words, "--site-dir", str(target)], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
     return target
+
+
+def test_the_site_is_searched_and_read_without_the_internet(site: Path) -> None:
+    found = json.loads((site / "search" / "search_index.json").read_text())["docs"]
+    assert {"concepts/leases/", "operations/"} <= {entry["location"] for entry in found}
+    for page in site.rglob("*.html"):
+        assert not re.findall(r"<(?:script|link|img)[^>]+(?:src|href)=\"?(?:https?:)?//", page.read_text()), (
+            page
+        )
 
 
 def test_links_of_the_site_lead_somewhere(site: Path) -> None:
@@ -131,10 +141,13 @@ def test_blocks_of_code_are_blocks_on_the_site(site: Path) -> None:
 
 
 def test_no_page_needs_what_only_one_builder_has() -> None:
-    """Others than MkDocs have neither its themes nor its hooks; no site has files from outside `docs`."""
+    """Others than MkDocs have neither its themes nor its hooks; no site has files from outside `docs`.
+
+    The plugin `search` is built into MkDocs and zensical.
+    """
     settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
     assert not {"theme", "hooks"} & settings.keys()
-    assert settings["plugins"] == []
+    assert settings["plugins"] == ["search"]
     for page in DOCS.rglob("*.md"):
         for target in re.findall(r"\]\((?!\w+:)([^)#\s]+)", page.read_text()):
             assert (page.parent / target).resolve().is_relative_to(DOCS), (page, target)
