@@ -55,7 +55,7 @@ async def drain_at_proxy(http: aiohttp.ClientSession, url: str, agent: str) -> N
     Raises `DrainFailed` and `StatusFailed`.
     """
     incarnation = _find((await fetch_nodes(http, url)).nodes, agent).incarnation
-    await _request_drain(http, f"{url}/nodes/{quote(incarnation, safe='/:')}/end")
+    await _request_drain(http, f"{url}/nodes/{quote(incarnation, safe='/:')}/drain")
     while any(node.incarnation == incarnation for node in (await fetch_nodes(http, url)).nodes):  # noqa: ASYNC110
         await asyncio.sleep(POLL_S)
 

@@ -90,7 +90,7 @@ async def fetch_nodes(http: aiohttp.ClientSession, url: str) -> NodeList:
 def node_row(node: NodeView) -> tuple[str, ...]:
     """Return one agent's cells, as `COLUMNS` names them."""
     load = node.load
-    state = "ending" if node.ending else "drained" if node.drained else node.state
+    state = node.state
     if node.breaker != "closed":
         state += f", breaker {node.breaker}"
     if node.not_paired is not None and node.not_paired != f"its state is {node.state}":

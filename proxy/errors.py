@@ -119,12 +119,12 @@ class WrongMethod(ProxyError):
         return {"Allow": self._allowed}
 
 
-class CannotEnd(ProxyError):
-    """The agent takes no request to drain and end from a proxy."""
+class CannotDrain(ProxyError):
+    """The agent takes no request to drain from a proxy."""
 
     status = 409
     kind = "invalid_request_error"
-    code = "cannot_end"
+    code = "cannot_drain"
 
 
 class BodyTooSlow(ProxyError):

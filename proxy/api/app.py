@@ -84,18 +84,18 @@ def create_app(
         return await _page(views, "targets")
 
     # A path, since incarnations of other engines' servers contain URLs.
+    @app.post("/nodes/<path:incarnation>/cordon")
+    async def cordon(incarnation: str) -> Response:
+        return await _cordon(views, Incarnation(incarnation), True)
+
+    @app.post("/nodes/<path:incarnation>/uncordon")
+    async def uncordon(incarnation: str) -> Response:
+        return await _cordon(views, Incarnation(incarnation), False)
+
     @app.post("/nodes/<path:incarnation>/drain")
     async def drain(incarnation: str) -> Response:
-        return await _drain(views, Incarnation(incarnation), True)
-
-    @app.post("/nodes/<path:incarnation>/undrain")
-    async def undrain(incarnation: str) -> Response:
-        return await _drain(views, Incarnation(incarnation), False)
-
-    @app.post("/nodes/<path:incarnation>/end")
-    async def end(incarnation: str) -> Response:
         try:
-            return _page_response(await views.end(Incarnation(incarnation)))
+            return _page_response(await views.drain(Incarnation(incarnation)))
         except ProxyError as error:
             return _error_response(error, _request_id())
 
@@ -203,9 +203,9 @@ async def _admitted_body(keys: ApiKeys | None) -> bytes:
     return await request.get_data(cache=False, as_text=False, parse_form_data=False)
 
 
-async def _drain(views: OperatorApi, incarnation: Incarnation, drained: bool) -> Response:
+async def _cordon(views: OperatorApi, incarnation: Incarnation, cordoned: bool) -> Response:
     try:
-        return _page_response(await views.drain(incarnation, drained))
+        return _page_response(await views.cordon(incarnation, cordoned))
     except ProxyError as error:
         return _error_response(error, _request_id())
 

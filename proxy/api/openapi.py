@@ -107,7 +107,6 @@ class NodeView(msgspec.Struct):
     address: str
     role: Literal["prefill", "decode", "both"]
     state: str
-    drained: bool
     breaker: str
     dialect: str
     model: str
@@ -116,8 +115,7 @@ class NodeView(msgspec.Struct):
     in_flight: int
     last_ping_s: float
     not_paired: str | None
-    ending: bool = False  # older proxies do not say, nor of what follows
-    name: str = ""
+    name: str = ""  # older proxies do not say it, nor what follows
     control: str = ""
 
 
@@ -269,11 +267,11 @@ def document(version: str) -> dict[str, Any]:
             "/ready": {"get": _page("Check that requests can be served", "ReadinessResponse", also="503")},
             "/nodes": {"get": _page("List all agents, and why some are not paired", "NodeList")},
             "/nodes/targets": {"get": _operation("List the agents as Prometheus targets", {"200": targets})},
-            "/nodes/{incarnation}/drain": {
-                "post": _draining("Drain an agent: this proxy sends it nothing new")
+            "/nodes/{incarnation}/cordon": {
+                "post": _cordoning("Cordon an agent: this proxy sends it nothing new")
             },
-            "/nodes/{incarnation}/undrain": {"post": _draining("Undo the draining of an agent")},
-            "/nodes/{incarnation}/end": {"post": _ending()},
+            "/nodes/{incarnation}/uncordon": {"post": _cordoning("Uncordon an agent")},
+            "/nodes/{incarnation}/drain": {"post": _draining()},
             "/metrics": {
                 "get": _operation("Metrics in Prometheus' text format", {"200": _text("text/plain")})
             },
@@ -404,13 +402,16 @@ def _translated(summary: str, schema: dict[str, Any], failures: dict[str, Any]) 
     return operation
 
 
-def _draining(summary: str) -> dict[str, Any]:
+def _cordoning(summary: str) -> dict[str, Any]:
     return _of_agent(summary, {"200": _json(_ref("NodeView"))})
 
 
-def _ending() -> dict[str, Any]:
-    responses = {"202": _json(_ref("NodeView")), "409": _error("The agent cannot be asked by its proxies.")}
-    return _of_agent("Let an agent finish what it has, and end", responses)
+def _draining() -> dict[str, Any]:
+    responses = {
+        "202": _json(_ref("NodeView")),
+        "409": _error("The proxy cannot drain this agent."),
+    }
+    return _of_agent("Drain an agent: it finishes what it has, and stops", responses)
 
 
 def _of_agent(summary: str, responses: dict[str, Any]) -> dict[str, Any]:

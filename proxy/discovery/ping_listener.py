@@ -135,7 +135,7 @@ class PingListener:
             proxy=self._proxy_id,
             index=message.index,
             in_flight=self._in_flight(message.incarnation),
-            drain=self._registry.is_ending(message.incarnation),
+            drain=self._registry.drain_requested(message.incarnation),
         )
         return wire.encode(ack)
 

@@ -151,14 +151,14 @@ class Fleet:
             retry_after_s=max(RETRY_AFTER_S, math.ceil(due_s)),
         )
 
-    def drain(self, agent: Incarnation, drained: bool) -> None:
+    def cordon(self, agent: Incarnation, cordoned: bool) -> None:
         """Take an agent out of rotation, or put it back; one that is not known is ignored."""
-        self.registry.drain(agent, drained)
+        self.registry.cordon(agent, cordoned)
         self.admission.pump()
 
-    def end(self, agent: Incarnation) -> bool | None:
-        """Let an agent drain and end, as `Registry.end` says."""
-        asked = self.registry.end(agent)
+    def drain(self, agent: Incarnation) -> bool | None:
+        """Ask an agent to drain, as `Registry.drain` says."""
+        asked = self.registry.drain(agent)
         self.admission.pump()
         return asked
 

@@ -98,8 +98,8 @@ class _Record:
     legs: LegCounts = field(default_factory=LegCounts)
     ours_at_ping: int = 0
     connection_refused_at: float | None = None
-    drained: bool = False
-    is_ending: bool = False
+    cordoned: bool = False
+    drain_requested: bool = False
 
 
 @dataclass(slots=True)
@@ -296,20 +296,20 @@ class Registry:
             self._note(EventKind.CONNECTION_REFUSED, record.info)
             self._cache.stale.add(incarnation)
 
-    def drain(self, incarnation: Incarnation, drained: bool = True) -> bool:
+    def cordon(self, incarnation: Incarnation, cordoned: bool = True) -> bool:
         """Take the agent out of rotation, or put it back; what runs there goes on. False: no such agent."""
         record = self._records.get(incarnation)
         if record is None:
             return False
-        if record.drained != drained:
-            self._note(EventKind.DRAINED if drained else EventKind.UNDRAINED, record.info)
-            logger.info("agent %s was %s", incarnation, "drained" if drained else "undrained")
-        record.drained = drained
+        if record.cordoned != cordoned:
+            self._note(EventKind.CORDONED if cordoned else EventKind.UNCORDONED, record.info)
+            logger.info("agent %s was %s", incarnation, "cordoned" if cordoned else "uncordoned")
+        record.cordoned = cordoned
         self._cache.stale.add(incarnation)
         return True
 
-    def end(self, incarnation: Incarnation) -> bool | None:
-        """Take the agent out of rotation for good: its acks ask it to drain and end from now on.
+    def drain(self, incarnation: Incarnation) -> bool | None:
+        """Take the agent out of rotation for good: its acks ask it to drain from now on.
 
         Returns None for an agent that is not known, and False for one that does not read acks.
         """
@@ -318,17 +318,17 @@ class Registry:
             return None
         if not record.reads_acks:
             return False
-        if not record.is_ending:
-            self._note(EventKind.ENDING, record.info)
-            logger.info("agent %s is asked to drain and end", incarnation)
-        record.is_ending = True
+        if not record.drain_requested:
+            self._note(EventKind.DRAIN_REQUESTED, record.info)
+            logger.info("agent %s is asked to drain", incarnation)
+        record.drain_requested = True
         self._cache.stale.add(incarnation)
         return True
 
-    def is_ending(self, incarnation: Incarnation) -> bool:
-        """Return whether the agent is to be asked to drain and end."""
+    def drain_requested(self, incarnation: Incarnation) -> bool:
+        """Return whether the agent is to be asked to drain."""
         record = self._records.get(incarnation)
-        return record is not None and record.is_ending
+        return record is not None and record.drain_requested
 
     def attempt_started(self, agents: Iterable[Incarnation]) -> None:
         """Report an attempt to the circuit breakers of its agents."""
@@ -443,7 +443,7 @@ class Registry:
             return False
         # What dies says so too, in the moment of its death.
         long_since = self._clock() - record.served_at > PING_INTERVAL_S + PROOF_S
-        is_asked = record.drained or record.is_ending
+        is_asked = record.cordoned or record.drain_requested
         return is_asked or (record.info.state == "draining" and long_since)
 
     def has_served_since(self, incarnation: Incarnation, at: float) -> bool | None:
@@ -670,16 +670,16 @@ def _node(record: _Record, now: float) -> Node:
         _state(record, now),
         record.heard_at,
         record.ours_at_ping,
-        record.drained,
         record.breaker.state,
-        record.is_ending,
     )
 
 
 def _state(record: _Record, now: float) -> NodeState:
     """Return the first of these states that applies."""
-    if record.drained or record.is_ending or record.info.state == "draining":
+    if record.drain_requested or record.info.state == "draining":
         return NodeState.DRAINING
+    if record.cordoned:
+        return NodeState.CORDONED
     if record.info.state == "starting":
         return NodeState.STARTING
     if record.connection_refused_at is not None:

@@ -27,6 +27,9 @@ class NodeState(enum.StrEnum):
     READY = "ready"
     STARTING = "starting"
     DRAINING = "draining"
+    """It finishes what it has, and stops: it has said so, or an operator has asked this proxy for that."""
+    CORDONED = "cordoned"
+    """An operator of this proxy took it out of rotation; the agent does not know."""
     REFUSING = "refusing"
     """A connection to it was refused after its last believable ping."""
     TRIPPED = "tripped"
@@ -40,18 +43,14 @@ class NodeState(enum.StrEnum):
 class Node:
     """One agent at one moment.
 
-    `ours_at_ping`: sequences that this proxy had in flight there when the agent reported its load. `drained`:
-    taken out of rotation by an operator of this proxy; the agent does not know. `is_ending`: an operator has
-    asked this proxy to let it drain and end.
+    `ours_at_ping`: sequences that this proxy had in flight there when the agent reported its load.
     """
 
     info: Register
     state: NodeState
     heard_at: float
     ours_at_ping: int = 0
-    drained: bool = False
     breaker: BreakerState = BreakerState.CLOSED
-    is_ending: bool = False
 
     @property
     def incarnation(self) -> Incarnation:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What has happened to the agents, for the operator's page: who joined, was lost, drained, kept failing.
+"""What has happened to the agents, for the operator's page: who joined, was lost, cordoned, kept failing.
 
 Synchronous, bounded, and without a clock of its own. Agents come and go from `/nodes`; this remembers them.
 """
@@ -30,12 +30,12 @@ class EventKind(enum.StrEnum):
     """Another one announced itself at its address."""
     READY = "ready"
     DRAINING = "draining"
-    """It said that it finishes what it has, and ends."""
-    DRAINED = "drained"
+    """It said that it finishes what it has, and stops."""
+    CORDONED = "cordoned"
     """An operator took it out of rotation."""
-    UNDRAINED = "undrained"
-    ENDING = "ending"
-    """An operator asked it to drain and end."""
+    UNCORDONED = "uncordoned"
+    DRAIN_REQUESTED = "drain_requested"
+    """An operator asked it to drain."""
     CONNECTION_REFUSED = "connection_refused"
     BREAKER_OPENED = "breaker_opened"
     BREAKER_CLOSED = "breaker_closed"

@@ -44,11 +44,11 @@ class Departure(msgspec.Struct, frozen=True, tag=True):
     agent: Incarnation
 
 
-class SetDrained(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class SetCordoned(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Take an agent out of rotation, or put it back."""
 
     agent: Incarnation
-    drained: bool
+    cordoned: bool
 
 
 class Start(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -57,7 +57,7 @@ class Start(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     config: ProxyConfig
     port: int
     agents: tuple[Registration, ...]
-    drained: tuple[Incarnation, ...]
+    cordoned: tuple[Incarnation, ...]
     settled_at: float = float("-inf")
     """By when every agent that lives has announced itself, in monotonic seconds of this host."""
 
@@ -134,24 +134,31 @@ class PageRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     name: PageName
 
 
+class CordonRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Cordon an agent in every worker, or undo that; the response is its entry in `/nodes`."""
+
+    seq: int
+    agent: Incarnation
+    cordoned: bool
+
+
 class DrainRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Set an agent's `drained` in every worker; the response is its entry in `/nodes`."""
-
-    seq: int
-    agent: Incarnation
-    drained: bool
-
-
-class EndRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Let an agent drain and end; the response is that of `POST /nodes/INCARNATION/end`."""
+    """Ask an agent to drain; the response is that of `POST /nodes/INCARNATION/drain`."""
 
     seq: int
     agent: Incarnation
 
 
-ToWorker = Start | Registration | Departure | SetDrained | Collect | FindTimeline | PageResponse | Stop
+ToWorker = Start | Registration | Departure | SetCordoned | Collect | FindTimeline | PageResponse | Stop
 ToSupervisor = (
-    Listening | Heartbeat | Report | FoundTimeline | PageRequest | DrainRequest | EndRequest | TimelineRequest
+    Listening
+    | Heartbeat
+    | Report
+    | FoundTimeline
+    | PageRequest
+    | CordonRequest
+    | DrainRequest
+    | TimelineRequest
 )
 
 Out = TypeVar("Out")

@@ -33,7 +33,7 @@ from kvferry.proxy.api.operator.pages import (
     FleetView,
     Page,
     dashboard_page,
-    end_page,
+    drain_page,
     fleet_page,
     node_page,
     timeline_page,
@@ -64,9 +64,9 @@ from kvferry.proxy.workers.messages import (
     AgentStatus,
     ChannelClosed,
     Collect,
+    CordonRequest,
     Departure,
     DrainRequest,
-    EndRequest,
     FindTimeline,
     FoundTimeline,
     Heartbeat,
@@ -76,7 +76,7 @@ from kvferry.proxy.workers.messages import (
     ProcessChannel,
     Registration,
     Report,
-    SetDrained,
+    SetCordoned,
     Start,
     Stop,
     TimelineRequest,
@@ -100,6 +100,7 @@ MAX_MISSED = 8
 
 # Worst state last. A worker adds to pings only what it found when it used the agent.
 _STATES = (NodeState.READY, NodeState.TRIPPED, NodeState.REFUSING)
+_NO_NEW_REQUESTS = (NodeState.CORDONED, NodeState.DRAINING)
 _BREAKERS = (BreakerState.CLOSED, BreakerState.HALF_OPEN, BreakerState.OPEN)
 
 WorkerChannel = ProcessChannel[ToWorker, ToSupervisor]
@@ -283,24 +284,24 @@ class Supervisor:
         body = next((timeline for timeline in found if timeline is not None), None)
         return timeline_page(request_id, None) if body is None else Page(body=body)
 
-    async def drain(self, agent: Incarnation, drained: bool) -> Page:
+    async def cordon(self, agent: Incarnation, cordoned: bool) -> Page:
         """Take an agent out of rotation in every worker, or put it back; return its entry in `/nodes`."""
-        self._registry.drain(agent, drained)
+        self._registry.cordon(agent, cordoned)
         for worker in self._workers:
-            worker.channel.send(SetDrained(agent=agent, drained=drained))
+            worker.channel.send(SetCordoned(agent=agent, cordoned=cordoned))
         self._pages.clear()
         await self._collect()
         return node_page(self._view(), agent)
 
-    async def end(self, agent: Incarnation) -> Page:
-        """Let an agent drain and end; no worker sends it anything new. Returns what the operator sees."""
-        asked = self._registry.end(agent)
+    async def drain(self, agent: Incarnation) -> Page:
+        """Ask an agent to drain; no worker sends it anything new. Returns what the operator sees."""
+        asked = self._registry.drain(agent)
         if asked:
             for worker in self._workers:
-                worker.channel.send(SetDrained(agent=agent, drained=True))
+                worker.channel.send(SetCordoned(agent=agent, cordoned=True))
         self._pages.clear()
         await self._collect()
-        return end_page(asked, self._view(), agent)
+        return drain_page(asked, self._view(), agent)
 
     def in_flight(self, agent: Incarnation) -> int:
         """Return how many sequences the workers have at an agent, as they reported last.
@@ -340,7 +341,7 @@ class Supervisor:
             config=self._config,
             port=self._port,
             agents=tuple(Registration(info=node.info, heard_at=node.heard_at) for node in nodes),
-            drained=tuple(node.incarnation for node in nodes if node.drained or node.is_ending),
+            cordoned=tuple(node.incarnation for node in nodes if node.state in _NO_NEW_REQUESTS),
             settled_at=self._settled_at,
         )
 
@@ -452,10 +453,10 @@ class WorkerSession:
                             tasks.create_task(self._respond(seq, self._supervisor.timeline(request_id)))
                         case PageRequest(seq=seq, name=name):
                             tasks.create_task(self._respond(seq, self._supervisor.page(name)))
-                        case DrainRequest(seq=seq, agent=agent, drained=drained):
-                            tasks.create_task(self._respond(seq, self._supervisor.drain(agent, drained)))
-                        case EndRequest(seq=seq, agent=agent):
-                            tasks.create_task(self._respond(seq, self._supervisor.end(agent)))
+                        case CordonRequest(seq=seq, agent=agent, cordoned=cordoned):
+                            tasks.create_task(self._respond(seq, self._supervisor.cordon(agent, cordoned)))
+                        case DrainRequest(seq=seq, agent=agent):
+                            tasks.create_task(self._respond(seq, self._supervisor.drain(agent)))
         except* ChannelClosed as closed:
             level = logging.DEBUG if self._supervisor.is_stopping else logging.INFO
             logger.log(level, "worker %d has ended: %s", self.pid, closed.exceptions[0])
@@ -540,7 +541,7 @@ def _in_flight(worker: WorkerSession, agent: Incarnation) -> int:
     status = None if worker.report is None else worker.report.agents.get(agent)
     if status is None:
         return 1
-    return status.in_flight + (status.state is not NodeState.DRAINING)
+    return status.in_flight + (status.state not in _NO_NEW_REQUESTS)
 
 
 @contextmanager

@@ -42,9 +42,9 @@ from kvferry.proxy.workers.messages import (
     AgentStatus,
     ChannelClosed,
     Collect,
+    CordonRequest,
     Departure,
     DrainRequest,
-    EndRequest,
     FindTimeline,
     FoundTimeline,
     Heartbeat,
@@ -54,7 +54,7 @@ from kvferry.proxy.workers.messages import (
     ProcessChannel,
     Registration,
     Report,
-    SetDrained,
+    SetCordoned,
     Start,
     Stop,
     TimelineRequest,
@@ -107,8 +107,8 @@ class Worker(OperatorApi):
         """Register the agents that the supervisor knows already."""
         for agent in start.agents:
             self._fleet.registry.register(agent.info, agent.heard_at)
-        for incarnation in start.drained:
-            self._fleet.drain(incarnation, True)
+        for incarnation in start.cordoned:
+            self._fleet.cordon(incarnation, True)
 
     async def receive(self) -> None:
         """Handle the supervisor's messages until it ends."""
@@ -136,8 +136,8 @@ class Worker(OperatorApi):
                 self._fleet.registry.register(message.info, message.heard_at)
             case Departure(agent=agent):
                 self._fleet.registry.bye(agent)
-            case SetDrained(agent=agent, drained=drained):
-                self._fleet.drain(agent, drained)
+            case SetCordoned(agent=agent, cordoned=cordoned):
+                self._fleet.cordon(agent, cordoned)
             case Collect(seq=seq):
                 self._channel.send(self._report(seq))
             case FindTimeline(seq=seq, request_id=request_id):
@@ -168,16 +168,16 @@ class Worker(OperatorApi):
         seq = next(self._seq)
         return await self._request(seq, TimelineRequest(seq=seq, request_id=request_id))
 
-    async def drain(self, agent: Incarnation, drained: bool) -> Page:
+    async def cordon(self, agent: Incarnation, cordoned: bool) -> Page:
         seq = next(self._seq)
-        return await self._request(seq, DrainRequest(seq=seq, agent=agent, drained=drained))
+        return await self._request(seq, CordonRequest(seq=seq, agent=agent, cordoned=cordoned))
 
-    async def end(self, agent: Incarnation) -> Page:
+    async def drain(self, agent: Incarnation) -> Page:
         seq = next(self._seq)
-        return await self._request(seq, EndRequest(seq=seq, agent=agent))
+        return await self._request(seq, DrainRequest(seq=seq, agent=agent))
 
     async def _request(
-        self, seq: int, message: PageRequest | DrainRequest | EndRequest | TimelineRequest
+        self, seq: int, message: PageRequest | CordonRequest | DrainRequest | TimelineRequest
     ) -> Page:
         if self.is_orphaned:
             raise SupervisorUnavailable("the supervisor has ended")

@@ -33,10 +33,10 @@ def sent(method: str, path: str, headers: tuple[str, ...]) -> bytes:
     ids=["rebinding", "a form", "fetch"],
 )
 async def test_a_web_page_operates_nothing(cluster: Cluster, headers: tuple[str, ...], code: str) -> None:
-    """N4: it read `/nodes` and all else, drained agents and ended them."""
+    """N4: it read `/nodes` and all else, cordoned agents and drained them."""
     agents = [agent.url for agent in cluster.agents.values()]
     ids = [agent.listening["incarnation"] for agent in cluster.agents.values()]
-    tries = [(cluster.url, "POST", f"/nodes/{each}/{what}") for each in ids for what in ("drain", "end")]
+    tries = [(cluster.url, "POST", f"/nodes/{each}/{what}") for each in ids for what in ("cordon", "drain")]
     tries += [(cluster.url, "POST", path) for path in (COMPLETIONS, CHAT, "/v1/messages", "/tokenize")]
     tries += [(agent, "POST", path) for agent in agents for path in ("/drain", "/kv/drop", COMPLETIONS)]
     if code == "host_not_allowed":

@@ -58,37 +58,37 @@ async def command(http: aiohttp.ClientSession, cluster: Cluster, node: dict[str,
         assert response.status == 200, await response.text()
 
 
-async def test_a_drained_agent_finishes_what_it_has_and_gets_nothing_new(cluster: Cluster) -> None:
+async def test_a_cordoned_agent_finishes_what_it_has_and_gets_nothing_new(cluster: Cluster) -> None:
     """As before an upgrade: no stream is cut, and a proxy's word is enough."""
     prompts = prompts_of(6, LONG)
     long = [body(each.prompt, max_tokens=200, ignore_eos=True, stream=True) for each in prompts]
     short = [body(each.prompt) for each in prompts]
     async with session() as http:
-        drained, other = (cluster.agents[name] for name in ("decode-0", "decode-1"))
+        cordoned, other = (cluster.agents[name] for name in ("decode-0", "decode-1"))
         streams = asyncio.ensure_future(complete_all(cluster.url, long, concurrency=len(long)))
         async with asyncio.timeout(30):
-            while total(await scrape(drained.url), "kvferry_agent_num_requests_running") < len(long) // 2:
+            while total(await scrape(cordoned.url), "kvferry_agent_num_requests_running") < len(long) // 2:
                 await asyncio.sleep(0.02)
-        await command(http, cluster, (await nodes(http, cluster))[drained.url], "drain")
-        told = (await nodes(http, cluster))[drained.url]
-        assert (told["state"], told["load"]["max_running"]) == ("draining", 64)
+        await command(http, cluster, (await nodes(http, cluster))[cordoned.url], "cordon")
+        told = (await nodes(http, cluster))[cordoned.url]
+        assert (told["state"], told["load"]["max_running"]) == ("cordoned", 64)
         answers = await complete_all(cluster.url, short, concurrency=4)
         assert [answer.choices[0].text for answer in answers if isinstance(answer, Answer)] == [
             each.answer for each in prompts
         ]
         for answer in await streams:
             assert isinstance(answer, Answer) and answer.completion_tokens == 200
-        assert (await wait_idle(drained.url, timeout_s=10))["used"] == 0
-        assert (await nodes(http, cluster))[drained.url]["in_flight"] == 0
+        assert (await wait_idle(cordoned.url, timeout_s=10))["used"] == 0
+        assert (await nodes(http, cluster))[cordoned.url]["in_flight"] == 0
         served = {
             agent.url: total(await scrape(agent.url), "kvferry_agent_requests_total")
-            for agent in (drained, other)
+            for agent in (cordoned, other)
         }
-        assert served[drained.url] == len(long) // 2
+        assert served[cordoned.url] == len(long) // 2
         assert served[other.url] == len(long) // 2 + len(short)
-        await command(http, cluster, (await nodes(http, cluster))[drained.url], "undrain")
+        await command(http, cluster, (await nodes(http, cluster))[cordoned.url], "uncordon")
         await complete_all(cluster.url, short, concurrency=1)
-        assert total(await scrape(drained.url), "kvferry_agent_requests_total") > served[drained.url]
+        assert total(await scrape(cordoned.url), "kvferry_agent_requests_total") > served[cordoned.url]
 
 
 async def test_a_prompt_too_short_to_split_is_served_by_a_decode_agent(cluster: Cluster) -> None:
@@ -135,12 +135,12 @@ async def test_the_commands_of_the_page_about_rolling_do_what_it_says(cluster: C
         agent = cluster.agents["decode-1"].url
         there = {"10.0.0.9:10001": urlsplit(cluster.url).netloc, "10.0.0.1:8000": urlsplit(agent).netloc}
         there["INCARNATION"] = (await nodes(http, cluster))[agent]["incarnation"]
-        listing, drain, undrain = steps("rolling.md", "Out of rotation, and back")
+        listing, cordon, uncordon = steps("rolling.md", "Out of rotation, and back")
         assert agent in {node["address"] for node in json.loads(await typed(listing, there))["nodes"]}
-        await typed(drain, there)
-        assert (await nodes(http, cluster))[agent]["drained"]
-        await typed(undrain, there)
-        assert not (await nodes(http, cluster))[agent]["drained"]
+        await typed(cordon, there)
+        assert (await nodes(http, cluster))[agent]["state"] == "cordoned"
+        await typed(uncordon, there)
+        assert (await nodes(http, cluster))[agent]["state"] == "ready"
         [end] = steps("rolling.md", "Agents")
         assert "has drained and ended" in await typed(end, there)
         assert await asyncio.wait_for(cluster.agents["decode-1"].process.wait(), patient(10.0)) == 0

@@ -67,11 +67,11 @@ async def test_two_proxies_serve_one_fleet_and_one_may_die(tmp_path: Path) -> No
         decode.interval_s = agents[3].interval_s = 0.0
         await asyncio.gather(*streams)
 
-        # A drain is told to each proxy.
-        async with http.post(f"{one.url}/nodes/{decode.incarnation}/drain") as response:
+        # Each proxy must be asked.
+        async with http.post(f"{one.url}/nodes/{decode.incarnation}/cordon") as response:
             assert response.status == 200
-        assert (await nodes(http, one))[decode.incarnation]["drained"]
-        assert not (await nodes(http, other))[decode.incarnation]["drained"]
+        assert (await nodes(http, one))[decode.incarnation]["state"] == "cordoned"
+        assert (await nodes(http, other))[decode.incarnation]["state"] == "ready"
 
         one.process.kill()
         await one.process.wait()

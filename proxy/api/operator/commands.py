@@ -15,7 +15,7 @@ from kvferry.proxy.api.operator.pages import (
     FleetView,
     Page,
     dashboard_page,
-    end_page,
+    drain_page,
     fleet_page,
     node_page,
     timeline_page,
@@ -115,25 +115,25 @@ class OperatorApi:
         timeline = self._timelines.find(request_id)
         return None if timeline is None else timeline.page()
 
-    async def drain(self, agent: Incarnation, drained: bool) -> Page:
+    async def cordon(self, agent: Incarnation, cordoned: bool) -> Page:
         """Take an agent out of rotation, or put it back; the page is its entry in `/nodes`, or a 404.
 
         Raises `ProxyError` when that cannot be done.
         """
-        self._fleet.drain(agent, drained)
+        self._fleet.cordon(agent, cordoned)
         self._pages.clear()
         return node_page(self.view(), agent)
 
-    async def end(self, agent: Incarnation) -> Page:
-        """Let an agent drain and end.
+    async def drain(self, agent: Incarnation) -> Page:
+        """Ask an agent to drain.
 
         The page is its entry in `/nodes`, a 404, or a 409 if it cannot be asked.
 
         Raises `ProxyError` when that cannot be done.
         """
-        asked = self._fleet.end(agent)
+        asked = self._fleet.drain(agent)
         self._pages.clear()
-        return end_page(asked, self.view(), agent)
+        return drain_page(asked, self.view(), agent)
 
     def view(self) -> FleetView:
         """Return the fleet as it is now."""

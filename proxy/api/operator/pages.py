@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from kvferry.proxy.errors import CannotEnd, NotFound
+from kvferry.proxy.errors import CannotDrain, NotFound
 from kvferry.proxy.fleet.routing.routing_request import NoPair
 from kvferry.proxy.fleet.snapshot import (
     MAX_PAIRINGS,
@@ -108,10 +108,10 @@ def node_page(view: FleetView, agent: Incarnation) -> Page:
     return Page(status=error.status, body=error.body())
 
 
-def end_page(asked: bool | None, view: FleetView, agent: Incarnation) -> Page:
-    """Return what an operator sees who has asked an agent to end: `asked`, as `Registry.end` returns it."""
+def drain_page(asked: bool | None, view: FleetView, agent: Incarnation) -> Page:
+    """Return what an operator sees who drains an agent: `asked`, as `Registry.drain` returns it."""
     if asked is False:
-        error = CannotEnd("it is not announced by an agent that can be asked: end it where it was started")
+        error = CannotDrain("this agent cannot be drained through the proxy: stop it where it was started")
         return Page(status=error.status, body=error.body())
     page = node_page(view, agent)
     return page if page.status != 200 else replace(page, status=202)
@@ -254,8 +254,6 @@ def _node(position: int, view: FleetView, unpaired: UnpairedReasons) -> dict[str
         "address": info.address,
         "role": info.role,
         "state": node.state.value,
-        "drained": node.drained,
-        "ending": node.is_ending,
         "breaker": node.breaker.value,
         "dialect": info.dialect,
         "model": info.model,

@@ -90,7 +90,7 @@ async def struck(
     family = psutil.Process(victim.pid).children(recursive=True)
     answered = await counted(prefill.url, ANSWERED)
     with paused(pids_of(decode.pid, "worker")):
-        await turn(http, proxy, spare.url, "drain")
+        await turn(http, proxy, spare.url, "cordon")
         # The engine goes on: one that is stopped for longer than a few seconds stops announcing itself.
         pulling = [
             asyncio.create_task(outcome(http, proxy, *each))
@@ -102,7 +102,7 @@ async def struck(
         async with asyncio.timeout(HANGS_S):
             while not (pulls := (await node_of(http, proxy, decode.url))["load"]["running"]):
                 await asyncio.sleep(0.05)
-        await turn(http, proxy, spare.url, "undrain")
+        await turn(http, proxy, spare.url, "uncordon")
         for pid in pids_of(victim.pid, kind):
             os.kill(pid, signal.SIGKILL)
     async with asyncio.timeout(HANGS_S):

@@ -33,13 +33,13 @@ async def proxy_with(*nodes: NodeView) -> AsyncIterator[tuple[str, list[str]]]:
         page = NodeList(nodes=left, refused_pairings=[], num_refused_pairings=0, rejected_agents=[], down=[])
         return web.Response(body=msgspec.json.encode(page), content_type="application/json")
 
-    async def end(request: web.Request) -> web.Response:
+    async def drained(request: web.Request) -> web.Response:
         asked.append(request.match_info["incarnation"])
         return web.Response(status=202)
 
     app = web.Application()
     app.router.add_get("/nodes", list_nodes)
-    app.router.add_post("/nodes/{incarnation}/end", end)
+    app.router.add_post("/nodes/{incarnation}/drain", drained)
     async with served(app) as url:
         yield url, asked
 

@@ -22,7 +22,6 @@ NODE = NodeView(
     address="http://10.0.0.1:8000",
     role="decode",
     state="ready",
-    drained=False,
     breaker="open",
     dialect="native",
     model="m",
@@ -102,21 +101,16 @@ def test_a_row_says_why_an_agent_is_not_used() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("drained", "ending", "shown"),
-    [(True, False, "drained"), (False, True, "ending"), (True, True, "ending"), (False, False, "draining")],
-)
-def test_the_state_is_the_pages_word_and_said_once(drained: bool, ending: bool, shown: str) -> None:
-    """As the proxy tells it: `unit/proxy/fleet/test_steering.py::test_a_drained_agent_finishes…`."""
+@pytest.mark.parametrize("state", ["cordoned", "draining"])
+def test_the_state_is_the_pages_word_and_said_once(state: str) -> None:
+    """As the proxy tells it: `unit/proxy/fleet/test_steering.py::test_a_cordoned_agent_finishes…`."""
     node = msgspec.structs.replace(
         NODE,
-        state="draining",
-        drained=drained,
-        ending=ending,
+        state=state,
         breaker="closed",
-        not_paired="its state is draining",
+        not_paired=f"its state is {state}",
     )
-    assert node_row(node)[3] == shown
+    assert node_row(node)[3] == state
 
 
 def test_what_happened_is_said_with_the_lost_first() -> None:

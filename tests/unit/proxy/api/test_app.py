@@ -260,7 +260,7 @@ async def test_an_operator_lets_an_agent_end_through_any_proxy(stage: Stage) -> 
     named = registration("decode", 9)
     stage.proxy.fleet.registry.register(named, reads_acks=False)
     for agent, status in ((named.incarnation, 409), (other.incarnation, 202), ("nobody", 404)):
-        async with stage.http.post(f"{stage.proxy.url}/nodes/{agent}/end") as response:
+        async with stage.http.post(f"{stage.proxy.url}/nodes/{agent}/drain") as response:
             assert response.status == status, await response.text()
     await other.until(lambda: other.is_asked_to_drain)
     assert not told.is_asked_to_drain

@@ -170,7 +170,7 @@ async def test_where_a_request_went_is_found_by_its_id(stage: Stage) -> None:
 async def test_what_happened_to_agents_stays_in_sight(stage: Stage) -> None:
     """Issue 22: a killed agent left a page that was all green within ten seconds."""
     prefill, decode = await stage.pair()
-    async with stage.http.post(f"{stage.proxy.url}/nodes/{decode.incarnation}/drain") as response:
+    async with stage.http.post(f"{stage.proxy.url}/nodes/{decode.incarnation}/cordon") as response:
         assert response.status == 200
     # What it has done before this proxy knew it is not counted: its first report is of nothing.
     acks = decode.acks
@@ -188,7 +188,7 @@ async def test_what_happened_to_agents_stays_in_sight(stage: Stage) -> None:
             pass
     assert [each["address"] for each in snapshot["lost"]] == [decode.address]
     kinds = [event["kind"] for event in snapshot["events"] if event["address"] == decode.address]
-    assert kinds == ["lost", "drained", "joined"]
+    assert kinds == ["lost", "cordoned", "joined"]
 
 
 async def test_viewers_share_one_snapshot_per_second(

@@ -90,7 +90,7 @@ async def test_acks_ask_an_agent_to_drain_that_is_to_end(setting: Setting) -> No
         assert answer is not None
         ack = wire.decode_proxy_message(answer)
         assert isinstance(ack, wire.Ack) and ack.drain is is_asked
-        assert setting.registry.end(agent.incarnation)
+        assert setting.registry.drain(agent.incarnation)
 
 
 async def test_a_refusal_is_answered_with_its_reason(setting: Setting) -> None:

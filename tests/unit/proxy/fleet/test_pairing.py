@@ -284,7 +284,7 @@ def test_what_is_kept_between_changes_is_what_a_new_registry_would_make(steps: l
             case "bye":
                 registry.bye(agent)
             case "drain":
-                registry.drain(agent, bool(running))
+                registry.cordon(agent, bool(running))
             case "refused":
                 registry.at(now).connection_refused(agent)
             case "sent":

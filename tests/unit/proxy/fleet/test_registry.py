@@ -242,34 +242,34 @@ class RegistryMachine(RuleBasedStateMachine):
 TestRegistryMachine = RegistryMachine.TestCase
 
 
-def test_an_agent_that_is_to_end_is_out_of_rotation_for_good() -> None:
+def test_an_agent_that_is_asked_to_drain_is_out_of_rotation_for_good() -> None:
     registry = TimedRegistry()
     registry.at(0.0).register(registration("both", 1))
     registry.at(0.0).register(registration("both", 2), reads_acks=False)
-    assert registry.end(Incarnation(f"{2:016x}")) is False, "it would not be told"
-    assert registry.end(Incarnation("nobody")) is None
-    assert registry.end(ONE_ID) and registry.is_ending(ONE_ID)
-    registry.drain(ONE_ID, drained=False)
+    assert registry.drain(Incarnation(f"{2:016x}")) is False, "it would not be told"
+    assert registry.drain(Incarnation("nobody")) is None
+    assert registry.drain(ONE_ID) and registry.drain_requested(ONE_ID)
+    registry.cordon(ONE_ID, cordoned=False)
     registry.at(0.1).register(registration("both", 1, index=2))
     one, two = registry.at(0.1).snapshot().nodes
-    assert (one.state, one.is_ending, one.drained) == (NodeState.DRAINING, True, False)
-    assert (two.state, two.is_ending) == (NodeState.READY, False)
+    assert one.state is NodeState.DRAINING
+    assert two.state is NodeState.READY
     assert registry.at(0.1).is_leaving(ONE_ID)
 
 
-def test_a_drained_agent_is_out_of_rotation_until_told_otherwise_or_restarted() -> None:
+def test_a_cordoned_agent_is_out_of_rotation_until_told_otherwise_or_restarted() -> None:
     registry = TimedRegistry()
     registry.at(0.0).register(ONE)
-    assert registry.drain(ONE_ID)
+    assert registry.cordon(ONE_ID)
     registry.at(1.0).register(ONE)
     [node] = registry.at(1.0).snapshot().nodes
-    assert (node.state, node.drained) == (NodeState.DRAINING, True), "its pings do not undo it"
-    assert registry.drain(ONE_ID, drained=False)
+    assert node.state is NodeState.CORDONED, "its pings do not undo it"
+    assert registry.cordon(ONE_ID, cordoned=False)
     assert states(registry, 1.0) == {ONE.incarnation: NodeState.READY}
-    registry.drain(ONE_ID)
+    registry.cordon(ONE_ID)
     registry.at(2.0).register(registration("both", 1, incarnation="f" * 16))
     assert set(states(registry, 2.0).values()) == {NodeState.READY}
-    assert not registry.drain(ONE_ID), "nobody of that name"
+    assert not registry.cordon(ONE_ID), "nobody of that name"
 
 
 def test_an_agent_that_keeps_failing_is_out_but_for_its_probes() -> None:
@@ -345,8 +345,8 @@ def test_what_happens_to_agents_is_recorded() -> None:
     for at, fields in ((2.0, {"state": "ready"}), (3.0, {"refusals": {producer.incarnation: "weights"}})):
         registry.at(at).register(registration("decode", 1, index=int(at), **fields))
     registry.at(3.5).connection_refused(incarnation)
-    registry.drain(incarnation)
-    registry.drain(incarnation, drained=False)
+    registry.cordon(incarnation)
+    registry.cordon(incarnation, cordoned=False)
     registry.at(4.0).leg_failed(incarnation)
     registry.at(5.5).attempt_started([incarnation])
     registry.leg_succeeded(incarnation)
@@ -360,7 +360,7 @@ def test_what_happens_to_agents_is_recorded() -> None:
     kinds = [(event.kind.value, event.at) for event in mine]
     assert kinds == [
         ("joined", 1.0), ("ready", 2.0), ("pairing_refused", 3.0),
-        ("connection_refused", 3.5), ("drained", 3.5), ("undrained", 3.5),
+        ("connection_refused", 3.5), ("cordoned", 3.5), ("uncordoned", 3.5),
         ("breaker_opened", 4.0), ("breaker_closed", 5.5), ("draining", 6.0),
         ("left", 6.0), ("joined", 7.0), ("replaced", 8.0),
         ("joined", 8.0), ("lost", 8.0 + NODE_EXPIRY_S),
@@ -414,7 +414,7 @@ def test_an_end_that_was_announced_in_time_is_no_death() -> None:
     other = Incarnation(f"{2:016x}")
     registry.at(0.0).register(registration("decode", 2))
     assert not registry.at(3.0).is_leaving(other), "its pings may have stopped"
-    registry.drain(other)
+    registry.cordon(other)
     assert registry.at(3.0).is_leaving(other)
 
 

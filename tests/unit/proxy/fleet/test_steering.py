@@ -222,44 +222,44 @@ async def test_retries_stop_when_their_budget_is_spent(stage: Stage, monkeypatch
     assert stage.metric("kvferry_proxy_retries_denied_total") == 1
 
 
-async def test_a_drained_agent_finishes_and_gets_nothing_new(stage: Stage) -> None:
-    _, drained = await stage.pair(interval_s=0.02)
+async def test_a_cordoned_agent_finishes_and_gets_nothing_new(stage: Stage) -> None:
+    _, cordoned = await stage.pair(interval_s=0.02)
     other = await stage.agent("decode")
     streams = [start_stream(stage, SLOW) for _ in range(2)]
-    await drained.until(lambda: drained.running)
-    told = await command(stage, drained, "drain")
-    assert (told["state"], told["drained"], told["in_flight"]) == ("draining", True, 1)
-    assert told["not_paired"] == "its state is draining"
-    acks = drained.acks
-    await drained.until(lambda: drained.acks > acks + 1)  # its pings say ready all the while
+    await cordoned.until(lambda: cordoned.running)
+    told = await command(stage, cordoned, "cordon")
+    assert (told["state"], told["in_flight"]) == ("cordoned", 1)
+    assert told["not_paired"] == "its state is cordoned"
+    acks = cordoned.acks
+    await cordoned.until(lambda: cordoned.acks > acks + 1)  # its pings say ready all the while
     for _ in range(4):
         assert (await stage.ask(BODY))[0] == 200
     for stream in streams:
         assert (await stream).error is None
-    assert len(drained.asked) == 1 and len(other.asked) == 5
-    assert (await node(stage, drained))["in_flight"] == 0
-    assert (await command(stage, drained, "undrain"))["state"] == "ready"
+    assert len(cordoned.asked) == 1 and len(other.asked) == 5
+    assert (await node(stage, cordoned))["in_flight"] == 0
+    assert (await command(stage, cordoned, "uncordon"))["state"] == "ready"
     for _ in range(2):
         await stage.ask(BODY)
-    assert len(drained.asked) == 2
+    assert len(cordoned.asked) == 2
 
 
-async def test_draining_the_last_agent_tells_those_who_wait_at_once(stage: Stage) -> None:
+async def test_cordoning_the_last_agent_tells_those_who_wait_at_once(stage: Stage) -> None:
     """Long before its next ping."""
     _, decode = await stage.pair(max_running=1, interval_s=0.05, ping_interval_s=30.0)
     busy = start_stream(stage, SLOW)
     await decode.until(lambda: decode.running)
     waiting = asyncio.get_running_loop().create_task(stage.ask(BODY))
     await until_waiting(stage, 1)
-    await command(stage, decode, "drain")
+    await command(stage, decode, "cordon")
     async with asyncio.timeout(10.0):
         status, answer = await waiting
     assert (status, answer["error"]["code"]) == (503, "no_agent")
     assert (await busy).error is None
 
 
-async def test_nobody_can_be_drained_by_a_wrong_name(stage: Stage) -> None:
-    async with stage.http.post(f"{stage.proxy.url}/nodes/http://10.0.0.1:1/drain") as response:
+async def test_nobody_can_be_cordoned_by_a_wrong_name(stage: Stage) -> None:
+    async with stage.http.post(f"{stage.proxy.url}/nodes/http://10.0.0.1:1/cordon") as response:
         assert (response.status, (await response.json())["error"]["code"]) == (404, "not_found")
 
 

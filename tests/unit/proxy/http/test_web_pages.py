@@ -43,7 +43,7 @@ async def test_a_keyless_proxy_does_not_answer_to_any_name(stage: Stage, host: s
     refused = (403, "host_not_allowed")
     for path in READ:
         assert await ask(stage, "GET", path, {"Host": host}) == refused, path
-    for path in (*CHANGED, f"/nodes/{agent.incarnation}/drain", f"/nodes/{agent.incarnation}/end"):
+    for path in (*CHANGED, f"/nodes/{agent.incarnation}/cordon", f"/nodes/{agent.incarnation}/drain"):
         assert await ask(stage, "POST", path, {"Host": host}) == refused, path
     assert await ask(stage, "OPTIONS", "/v1/completions", {"Host": host}) == refused
 
@@ -82,7 +82,7 @@ async def test_another_sites_page_changes_nothing(
 ) -> None:
     stage = await start_stage(cors_origins=origins)
     agent, _ = await stage.pair()
-    operated = [f"/nodes/{agent.incarnation}/{what}" for what in ("drain", "undrain", "end")]
+    operated = [f"/nodes/{agent.incarnation}/{what}" for what in ("cordon", "uncordon", "drain")]
     for path in (*CHANGED, *operated):
         assert await ask(stage, "POST", path, headers) == (403, "cross_site"), path
     async with stage.http.get(f"{stage.proxy.url}/nodes") as response:
@@ -94,10 +94,10 @@ async def test_an_origin_that_may_call_the_api_may_not_operate(start_stage: Star
     agent, _ = await stage.pair()
     headers = {"Origin": EVIL, "Sec-Fetch-Site": "cross-site"}
     assert await ask(stage, "POST", "/v1/completions", headers) == (200, None)
-    drain = f"/nodes/{agent.incarnation}/drain"
-    assert await ask(stage, "POST", drain, headers) == (403, "cross_site")
+    cordon = f"/nodes/{agent.incarnation}/cordon"
+    assert await ask(stage, "POST", cordon, headers) == (403, "cross_site")
     own = {"Origin": stage.proxy.url, "Sec-Fetch-Site": "same-origin"}
-    assert await ask(stage, "POST", drain, own) == (200, None)
+    assert await ask(stage, "POST", cordon, own) == (200, None)
 
 
 def test_what_is_no_host_name_is_refused() -> None:

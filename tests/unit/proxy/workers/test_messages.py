@@ -35,7 +35,7 @@ async def test_settings_and_registrations_arrive_as_they_were_sent() -> None:
         port=5, workers=3, decode_policy="prefix_aware", api_keys=Path("/keys"), prefill=("http://a:1,dialect=sglang",)
     )  # fmt: skip
     agent = Registration(info=registration("decode", 1, refusals={"a": "b"}), heard_at=1.5)
-    start = Start(config=config, port=5, agents=(agent,), drained=(agent.info.incarnation,))  # type: ignore[arg-type]
+    start = Start(config=config, port=5, agents=(agent,), cordoned=(agent.info.incarnation,))  # type: ignore[arg-type]
     ours.send(start)
     assert await theirs.receive() == start
     for each in (ours, theirs):

@@ -21,6 +21,7 @@ from kvferry.proxy.fleet.admission import Reservation
 from kvferry.proxy.fleet.fleet import AcquireRequest, Fleet, FleetSettings
 from kvferry.proxy.fleet.registry import Registry
 from kvferry.proxy.fleet.routing.routing_request import NoPair, RoutingRequest
+from kvferry.proxy.fleet.snapshot import NodeState
 from kvferry.proxy.telemetry.history import Failure, FailureLog
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.telemetry.timelines import Timelines
@@ -153,10 +154,11 @@ async def test_what_is_in_flight_counts_once_every_worker_knows_that_the_agent_l
 
 
 async def test_a_new_worker_knows_the_fleet_at_once_and_then_what_changes(office: Office) -> None:
-    office.registry.drain(Incarnation(PREFILL.incarnation))
+    office.registry.cordon(Incarnation(PREFILL.incarnation))
     process = await office.process()
     first, second = process.fleet.registry.snapshot().nodes
-    assert (first.info, first.drained, second.info, second.drained) == (PREFILL, True, DECODE, False)
+    assert (first.info, first.state) == (PREFILL, NodeState.CORDONED)
+    assert (second.info, second.state) == (DECODE, NodeState.READY)
     assert first.heard_at <= process.fleet.clock(), "as old as the supervisor's"
     another = registration("decode", 3)
     office.registry.register(another)
@@ -226,34 +228,34 @@ async def test_the_worst_that_a_worker_found_of_an_agent_is_shown(office: Office
         assert sample(body.decode(), 'kvferry_proxy_nodes{role="decode",state="ready"}') == 0
 
 
-async def test_an_agent_that_is_to_end_gets_nothing_new_from_any_worker(office: Office) -> None:
+async def test_an_agent_that_is_asked_to_drain_gets_nothing_new_from_any_worker(office: Office) -> None:
     one, other = await office.process(), await office.process()
     office.registry.register(NAMED, reads_acks=False)
-    assert (await one.worker.end(Incarnation(NAMED.incarnation))).status == 409, "it would not be told"
+    assert (await one.worker.drain(Incarnation(NAMED.incarnation))).status == 409, "it would not be told"
     office.registry.bye(Incarnation(NAMED.incarnation))
-    assert (await one.worker.end(Incarnation("nobody"))).status == 404
-    page = await one.worker.end(DECODE_ID)
-    assert (page.status, msgspec.json.decode(page.body)["ending"]) == (202, True)
-    assert office.registry.is_ending(DECODE_ID)
+    assert (await one.worker.drain(Incarnation("nobody"))).status == 404
+    page = await one.worker.drain(DECODE_ID)
+    assert (page.status, msgspec.json.decode(page.body)["state"]) == (202, "draining")
+    assert office.registry.drain_requested(DECODE_ID)
     for process in (one, other, await office.process()):
         assert await process.reserve() is NoPair.NO_DECODE
 
 
-async def test_a_drain_reaches_all_workers(office: Office) -> None:
+async def test_a_cordon_reaches_all_workers(office: Office) -> None:
     one, other = await office.process(), await office.process()
-    page = await one.worker.drain(DECODE_ID, True)
-    assert (page.status, msgspec.json.decode(page.body)["drained"]) == (200, True)
+    page = await one.worker.cordon(DECODE_ID, True)
+    assert (page.status, msgspec.json.decode(page.body)["state"]) == (200, "cordoned")
     for process in (one, other):
         assert await process.reserve() is NoPair.NO_DECODE
         assert (await process.worker.page("ready")).status == 503
     late = await office.process()
     assert await late.reserve() is NoPair.NO_DECODE
-    assert (await other.worker.drain(DECODE_ID, False)).status == 200
+    assert (await other.worker.cordon(DECODE_ID, False)).status == 200
     for process in (one, other, late):
         held = await process.reserve()
         assert isinstance(held, Reservation)
         held.release()
-    assert (await one.worker.drain(Incarnation("nobody"), True)).status == 404
+    assert (await one.worker.cordon(Incarnation("nobody"), True)).status == 404
 
 
 async def test_metrics_add_up_and_do_not_fall_when_a_worker_dies(office: Office) -> None:
@@ -352,7 +354,7 @@ async def test_without_the_supervisor_an_operator_gets_a_typed_503(
     process = await office.process()
     monkeypatch.setattr(worker_module, "RESPONSE_TIMEOUT_S", 0.05)
     monkeypatch.setattr(Supervisor, "_collect", lambda self: asyncio.sleep(1))
-    for asked in (process.worker.page("nodes"), process.worker.drain(DECODE_ID, False)):
+    for asked in (process.worker.page("nodes"), process.worker.cordon(DECODE_ID, False)):
         with pytest.raises(SupervisorUnavailable, match="does not respond") as failed:
             await asked
         assert (failed.value.status, failed.value.code) == (503, "supervisor_unavailable")

@@ -157,14 +157,14 @@ async def test_limits_are_per_worker_and_operators_see_one_proxy(count: int) -> 
             assert await proxy.sample('kvferry_proxy_nodes{role="decode",state="ready"}') == 1
 
         other = await proxy.agent("decode")
-        assert await proxy.post(f"/nodes/{decode.incarnation}/drain") == 200
+        assert await proxy.post(f"/nodes/{decode.incarnation}/cordon") == 200
         for _ in range(3 * count):
-            assert (await proxy.nodes())[decode.incarnation]["drained"]
+            assert (await proxy.nodes())[decode.incarnation]["state"] == "cordoned"
         asked = len(decode.asked)
         assert [await proxy.post(body=BODY) for _ in range(6 * count)] == [200] * (6 * count)
         assert (len(decode.asked), len(other.asked)) == (asked, 6 * count), "it reached every worker"
-        assert await proxy.post(f"/nodes/{decode.incarnation}/undrain") == 200
-        assert not (await proxy.nodes())[decode.incarnation]["drained"]
+        assert await proxy.post(f"/nodes/{decode.incarnation}/uncordon") == 200
+        assert (await proxy.nodes())[decode.incarnation]["state"] == "ready"
 
         workers = proxy.processes()
         assert len(workers) == count

@@ -114,7 +114,7 @@ def test_what_is_kept_is_what_a_scan_finds(
             case "bye":
                 registry.bye(agent)
             case "drain":
-                registry.drain(agent, bool(some % 2))
+                registry.cordon(agent, bool(some % 2))
             case "failed":
                 for _ in range(5):
                     registry.leg_failed(agent)
@@ -170,9 +170,9 @@ def test_an_agent_that_is_no_partner_of_its_own_has_one_when_a_second_comes() ->
     index = CandidateIndex(loads)
     for at in (100, 101, 102):
         registry.register(registration("both", at, dialect="sglang"))
-    for drained, number in ((0, 3), (2, 0), (1, 2), (2, 0), (3, 0), (2, 0), (1, 2), (0, 3)):
+    for cordoned, number in ((0, 3), (2, 0), (1, 2), (2, 0), (3, 0), (2, 0), (1, 2), (0, 3)):
         for at in range(3):
-            registry.drain(Incarnation(f"{100 + at:016x}"), at < drained)
+            registry.cordon(Incarnation(f"{100 + at:016x}"), at < cordoned)
         index.follow(registry.snapshot())
         assert len(index.prefills("m", 1)) == number
         assert_finds_the_same(index, registry.snapshot(), loads, 1)
