@@ -90,7 +90,7 @@ async def test_the_page_shows_the_cluster_live(start_cluster: StartCluster, tmp_
         assert not page.complaints
         assert {url.removeprefix(cluster.url).split("/")[1] for url in page.requests} == {"ui"}
 
-        await drain_and_undrain(page, hosts["decode"])
+        await cordon_and_uncordon(page, hosts["decode"])
 
         await cluster.agents["decode-0"].stop(signum=signal.SIGKILL)
         await page.until("document.getElementById('readiness').textContent === 'not ready'")
@@ -102,13 +102,13 @@ async def test_the_page_shows_the_cluster_live(start_cluster: StartCluster, tmp_
         await page.until("document.getElementById('connection').textContent.includes('does not respond')")
 
 
-async def drain_and_undrain(page: Page, host: str) -> None:
+async def cordon_and_uncordon(page: Page, host: str) -> None:
     """By the buttons of the page, which the event log then shows."""
-    for word, state in (("Drain", "drained"), ("Undrain", "ready")):
+    for word, state in (("Cordon", "cordoned"), ("Uncordon", "ready")):
         await page.evaluate(f"document.querySelector('[aria-label=\"{word} {host}\"]').click()")
-        await page.until("document.getElementById('drain-dialog').open")
-        await page.evaluate("document.getElementById('drain-go').click()")
-        await page.until("!document.getElementById('drain-dialog').open")
+        await page.until("document.getElementById('cordon-dialog').open")
+        await page.evaluate("document.getElementById('cordon-go').click()")
+        await page.until("!document.getElementById('cordon-dialog').open")
         row = f"{ROWS}.find((row) => row.textContent.includes({host!r}))"
         await page.until(f"{row}.querySelector('.pill').textContent === {state!r}")
         await page.until(f"{EVENTS}.some((event) => event.includes({word.lower() + 'ed'!r}))")
@@ -157,7 +157,7 @@ async def assert_agents_are_announced(page: Page, fleet: PingingFleet) -> None:
     """A screen reader finds a table of all agents, each with buttons that say what they are for."""
     told = Counter(await page.accessible())
     for number in range(fleet.size):
-        for name in (fleet.name(number), f"Drain {fleet.name(number)}"):
+        for name in (fleet.name(number), f"Cordon {fleet.name(number)}"):
             assert told["button", name] == 1, name
     assert told["table", f"Agents {fleet.size}"] == 1
     assert sum(count for (role, _), count in told.items() if role == "row") > fleet.size
@@ -216,15 +216,15 @@ async def test_two_hundred_agents_cost_little_and_are_accessible(tmp_path: Path)
         await page.evaluate("document.getElementById('pause').click()")
 
         name = fleet.name(3)
-        await page.evaluate(f"document.querySelector('[aria-label=\"Drain {name}\"]').click()")
+        await page.evaluate(f"document.querySelector('[aria-label=\"Cordon {name}\"]').click()")
         for key, error in ((None, "asks for an admin"), ("x" * 16, "not an admin"), (ADMIN_KEY, "")):
             if key is not None:
-                await page.evaluate(f"document.getElementById('drain-key').value = {key!r}")
-            await page.evaluate("document.getElementById('drain-go').click()")
-            await page.until(f"document.getElementById('drain-error').textContent.includes({error!r})")
-        await page.until("!document.getElementById('drain-dialog').open")
-        await page.until(f"{STATES}.includes('drained')")
-        assert await page.evaluate("document.getElementById('drain-key').value") == ""
+                await page.evaluate(f"document.getElementById('cordon-key').value = {key!r}")
+            await page.evaluate("document.getElementById('cordon-go').click()")
+            await page.until(f"document.getElementById('cordon-error').textContent.includes({error!r})")
+        await page.until("!document.getElementById('cordon-dialog').open")
+        await page.until(f"{STATES}.includes('cordoned')")
+        assert await page.evaluate("document.getElementById('cordon-key').value") == ""
 
         fleet.silent.add(7)
         await page.until("document.getElementById('lost').textContent === '1 lost'", timeout_s=30.0)

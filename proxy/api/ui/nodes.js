@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The agents: one line each, with the fields of /nodes behind its name, and drain and undrain.
+// The agents: one line each, with the fields of /nodes behind its name, and cordon and uncordon.
 
 import { age, beside, byId, host, make, percent, pill, setClass, setText } from "./dom.js";
 import { Table } from "./tables.js";
 
-const STATE_TONES = { ready: "good", starting: "warn", draining: "warn", refusing: "bad", tripped: "bad", stalled: "bad", lost: "bad" };
-const STATE_ORDER = ["lost", "stalled", "tripped", "refusing", "starting", "draining", "ready"];
+const STATE_TONES = { ready: "good", starting: "warn", draining: "warn", cordoned: "warn", refusing: "bad", tripped: "bad", stalled: "bad", lost: "bad" };
+const STATE_ORDER = ["lost", "stalled", "tripped", "refusing", "starting", "draining", "cordoned", "ready"];
 
 /** Two parts of a whole as a bar, with words beside it. */
 function makeMeter(cell, first, second) {
@@ -37,12 +37,12 @@ const busy = ({ load }) => (load ? load.running + load.waiting : -1);
 const kvShare = ({ load }) => (load?.kv_blocks_total ? 1 - load.kv_blocks_free / load.kv_blocks_total : -1);
 
 export class Nodes {
-  constructor(drains) {
+  constructor(cordons) {
     this.nodes = [];
     this.names = new Map(); // by address
     this.opened = null; // the incarnation whose fields are shown
     this.busiest = 4;
-    this.drains = drains;
+    this.cordons = cordons;
     this.filter = byId("filter");
     this.filter.addEventListener("input", () => this.showRows());
     byId("lost").addEventListener("click", () => {
@@ -122,7 +122,7 @@ export class Nodes {
     button.type = "button";
     button.addEventListener("click", () => {
       const node = this.nodes.find(({ incarnation }) => incarnation === button.dataset.incarnation);
-      if (node) this.drains.ask(node);
+      if (node) this.cordons.ask(node);
     });
     cell.append(button);
   }
@@ -158,7 +158,7 @@ function showName(cell, node) {
 }
 
 function showState({ firstChild: state }, node) {
-  setText(state, node.ending ? "ending" : node.drained ? "drained" : node.state);
+  setText(state, node.state);
   setClass(state, pill(STATE_TONES[node.state] ?? "warn"));
 }
 
@@ -169,24 +169,24 @@ function showKv(cell, { load }) {
 }
 
 function showAction({ firstChild: button }, node) {
-  const word = node.drained ? "Undrain" : "Drain";
+  const word = node.state === "cordoned" ? "Uncordon" : "Cordon";
   button.dataset.incarnation = node.incarnation;
-  button.hidden = !node.load || node.ending; // what is to end does not come back
+  button.hidden = !node.load || node.state === "draining"; // it does not come back
   setText(button, word);
   const label = `${word} ${nameOf(node)}`;
   if (button.getAttribute("aria-label") !== label) button.setAttribute("aria-label", label);
 }
 
-/** Drain and undrain, asked for in a dialog; with API keys an admin's is asked for once, and kept in memory. */
-export class Drains {
+/** Cordon and uncordon, asked for in a dialog; with API keys an admin's is asked for once, and kept in memory. */
+export class Cordons {
   constructor(announce) {
     this.announce = announce;
     this.key = "";
     this.node = null;
-    this.dialog = byId("drain-dialog");
-    this.input = byId("drain-key");
-    byId("drain-cancel").addEventListener("click", () => this.dialog.close());
-    byId("drain-form").addEventListener("submit", (event) => {
+    this.dialog = byId("cordon-dialog");
+    this.input = byId("cordon-key");
+    byId("cordon-cancel").addEventListener("click", () => this.dialog.close());
+    byId("cordon-form").addEventListener("submit", (event) => {
       event.preventDefault();
       this.send();
     });
@@ -194,22 +194,22 @@ export class Drains {
 
   ask(node) {
     this.node = node;
-    const word = node.drained ? "Undrain" : "Drain";
-    setText(byId("drain-title"), `${word} ${nameOf(node)}`);
-    setText(byId("drain-text"), node.drained
+    const word = node.state === "cordoned" ? "Uncordon" : "Cordon";
+    setText(byId("cordon-title"), `${word} ${nameOf(node)}`);
+    setText(byId("cordon-text"), node.state === "cordoned"
       ? "It gets new requests from this proxy again."
-      : "It finishes what it has, and gets no new requests from this proxy until it is undrained or restarts.");
-    setText(byId("drain-go"), word);
+      : "It finishes what it has, and gets no new requests from this proxy until it is uncordoned or restarts.");
+    setText(byId("cordon-go"), word);
     this.say("");
-    byId("drain-key-row").hidden = true;
+    byId("cordon-key-row").hidden = true;
     this.dialog.showModal();
   }
 
   async send() {
-    const { incarnation, drained } = this.node;
-    const action = drained ? "undrain" : "drain";
+    const { incarnation, state } = this.node;
+    const action = state === "cordoned" ? "uncordon" : "cordon";
     if (this.input.value) this.key = this.input.value;
-    byId("drain-go").disabled = true;
+    byId("cordon-go").disabled = true;
     try {
       const response = await fetch(beside(`nodes/${encodeURIComponent(incarnation)}/${action}`), {
         method: "POST",
@@ -222,7 +222,7 @@ export class Drains {
       } else if (response.status === 401) {
         this.say(this.key ? "This key is not an admin's." : "This proxy asks for an admin's API key.");
         this.key = "";
-        byId("drain-key-row").hidden = false;
+        byId("cordon-key-row").hidden = false;
         this.input.focus();
       } else {
         const body = await response.json().catch(() => null);
@@ -231,12 +231,12 @@ export class Drains {
     } catch {
       this.say("The proxy does not respond.");
     } finally {
-      byId("drain-go").disabled = false;
+      byId("cordon-go").disabled = false;
       this.input.value = "";
     }
   }
 
   say(text) {
-    setText(byId("drain-error"), text);
+    setText(byId("cordon-error"), text);
   }
 }

@@ -4,20 +4,20 @@
 
 import { Charts } from "./charts.js";
 import { age, byId, bytes, duration, host, make, pill, setClass, setText, words } from "./dom.js";
-import { Drains, Nodes } from "./nodes.js";
+import { Cordons, Nodes } from "./nodes.js";
 import { RequestLookup } from "./requests.js";
 import { Table } from "./tables.js";
 
 const PHASES = { route: "Routing", prefill: "Prefill", decode_wait: "Decode wait", decode: "Decode" };
 const EVENT_TONES = {
-  joined: "good", ready: "good", undrained: "good", breaker_closed: "good", lost: "bad", breaker_opened: "bad",
+  joined: "good", ready: "good", uncordoned: "good", breaker_closed: "good", lost: "bad", breaker_opened: "bad",
   connection_refused: "bad", pairing_refused: "bad", ping_rejected: "bad", worker_ended: "bad",
 };
 const RETRY_MS = 5000;
 const STALE_MS = 4000;
 
 const charts = new Charts(byId("charts"), byId("transfer-charts"));
-const nodes = new Nodes(new Drains((text) => setText(byId("announcement"), text)));
+const nodes = new Nodes(new Cordons((text) => setText(byId("announcement"), text)));
 const requests = new RequestLookup();
 
 /* ---- requests in flight ---- */
