@@ -82,16 +82,16 @@ def test_the_example() -> None:
         "KV of a prompt, mean": gb(prompt * TOKEN),
         "KV of a prompt, longest": gb(LONG * TOKEN),
         "prefill of a prompt, mean": f"{prefill_s:.3f} s",
-        "prefill agents kept busy": f"{RATE * prefill_s:.2f}",
+        "busy prefill agents": f"{RATE * prefill_s:.2f}",
         "**prefill agents**": f"**{prefills}**",
-        "sequences that decode": f"{decoding:.1f}",
-        "sequences for which one decode agent was measured to keep the objectives": f"{each:.1f}",
+        "sequences in decode": f"{decoding:.1f}",
+        "sequences in decode at the highest rate at which one decode agent met the objectives": f"{each:.1f}",
         "**decode agents**": f"**{decodes}**",
         "KV in use at each decode agent, mean": gb(decoding / decodes * (prompt + ANSWER) * TOKEN),
         "the same if all prompts were long": gb(decoding / decodes * (LONG + ANSWER) * TOKEN),
-        "KV lent or computed at each prefill agent, mean": gb(moved / prefills * held_s),
-        "what it lends more if readers die": gb(moved / prefills * LEASE_S),
-        "KV moved, all": f"{moved / 1e9:.3g} GB/s",
+        "KV leased or being computed at each prefill agent, mean": gb(moved / prefills * held_s),
+        "additional KV leased if decode agents die": gb(moved / prefills * LEASE_S),
+        "KV transferred in total": f"{moved / 1e9:.3g} GB/s",
         "**link of each prefill agent**, mean": f"**{moved / prefills * 8 / 1e9:.3g} Gbit/s**",
         "cores of the proxy": f"{cores:.2f}",
     }
@@ -108,7 +108,7 @@ def test_the_link() -> None:
 
 
 def test_what_the_same_arithmetic_says_of_the_measured_rates() -> None:
-    said = [cells[:2] for cells in rows("Does it hold?")]
+    said = [cells[:2] for cells in rows("Does the arithmetic hold?")]
     for rate in (6, 8):
         assert [f"{rate} requests/s", f"{rate * sum(PREFILL_S.values()) / 2:.2f}"] in said
 
