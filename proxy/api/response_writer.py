@@ -11,7 +11,7 @@ import msgspec
 
 from kvferry.common.http.server import Header
 from kvferry.proxy import sse
-from kvferry.proxy.errors import ProxyError
+from kvferry.proxy.errors import AgentError, ProxyError, agent_error
 from kvferry.proxy.exchange.legs import PausableSource
 from kvferry.proxy.http.client_connection import ClientResponse
 from kvferry.proxy.ids import RequestId
@@ -19,8 +19,6 @@ from kvferry.proxy.request import ClientRequest, ReportedUsage, reported_usage, 
 from kvferry.proxy.telemetry.metrics import CLIENT_LEFT
 from kvferry.proxy.telemetry.request_log import RequestLog
 
-AGENT_ERROR = 502
-"""The status logged for an error event that an agent wrote."""
 STREAM_HEADERS: tuple[Header, ...] = (
     (b"content-type", sse.CONTENT_TYPE.encode()),
     (b"cache-control", b"no-cache"),
@@ -67,8 +65,8 @@ class ResponseWriter:
         """Whether anything was sent: from then on a failure can no longer be an HTTP status."""
         self.include_timing = False
         """Whether a stream's last event reports how long each leg took."""
-        self._status = 200
-        self._code: str | None = None
+        self._outcome: tuple[int, str | None, str | None] = (200, None, None)
+        """How a stream ends, as it is logged: the status, and an error's code and message."""
         self._is_done = False
         """Whether `[DONE]` was sent. Many clients disconnect on it, without waiting for the body's end."""
         response.on_pause = self._on_pause
@@ -98,7 +96,7 @@ class ResponseWriter:
         if self.include_timing:
             events = sse.with_leg_times(events, self._log.leg_seconds())
         if sse.has_error(events):
-            self._status, self._code = AGENT_ERROR, "agent_error"
+            self._outcome = _outcome(events)
         self._is_done = events.endswith(sse.DONE)
         if self._rewriter is not None:
             events = self._rewriter.events(events)
@@ -136,7 +134,7 @@ class ResponseWriter:
         """End the response, or send a whole one (see `prepare`), and end its request."""
         if self._whole is None:
             self._response.end()
-            self._log.end(self._status, self._code)
+            self._log.end(*self._outcome)
             return
         content_type, body = self._whole
         self._log.end(200)
@@ -146,17 +144,17 @@ class ResponseWriter:
     def fail(self, error: ProxyError) -> None:
         """End the request by an error: as an HTTP status, or in a started stream as an event and `[DONE]`."""
         if not self.is_started:
-            self._log.end(error.status, error.code)
+            self._log.end(error.status, error.code, error.message)
             send_error(self._response, self._log.request_id, error, self._rewriter)
             return
         self.write(sse.event(error.body()) + sse.DONE)
-        self._status, self._code = error.status, error.code
+        self._outcome = error.status, error.code, error.message
         self.end()
 
     def client_left(self) -> None:
         """End the request of a client that has disconnected; after `[DONE]` it counts as served."""
         if self._is_done:
-            self._log.end(self._status, self._code)
+            self._log.end(*self._outcome)
         elif self._response.was_dropped:
             self._log.end(503, "too_many_bodies")
         else:
@@ -196,6 +194,14 @@ class ResponseWriter:
         self._is_paused = paused
         for source in self._sources:
             (source.pause if paused else source.resume)()
+
+
+def _outcome(events: bytes) -> tuple[int, str, str]:
+    """The status, code and message of an error event that an agent wrote."""
+    event = next(sse.split(events[events.index(sse.ERROR_EVENT) :]))
+    error = agent_error(sse.data(event) or b"") or AgentError()
+    status = 400 if error.type == "invalid_request_error" else 502
+    return status, str(error.code or "agent_error"), error.message
 
 
 def _without_usage(event: bytes) -> bytes:

@@ -26,6 +26,8 @@ MAX_AGENT_TIMINGS = 16
 """Of one agent's `Server-Timing` that are passed on."""
 _AGENT_TIMING = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,31};dur=[0-9]{1,9}(\.[0-9]{1,6})?")
 MAX_MODEL_CHARS = 100
+MAX_ERROR_CHARS = 300
+"""Of an error's message, which may quote a part of the request."""
 MAX_PROMPT_CHARS = 4096
 
 
@@ -221,8 +223,11 @@ class RequestLog:
         legs = [f"{name};dur={seconds * 1e3:.3f}" for name, seconds in self.leg_seconds().items()]
         return ", ".join(legs + self._agent_timing)
 
-    def end(self, status: int, code: str | None = None) -> None:
-        """End the request with this HTTP status (for an error event: the one it stands for)."""
+    def end(self, status: int, code: str | None = None, message: str | None = None) -> None:
+        """End the request with this HTTP status (for an error event: the one it stands for); `code` and
+        `message` are an error's.
+        """
+        message = message and message[:MAX_ERROR_CHARS]
         self.enter(Phase.ENDED)
         total = self._phase_since - self.arrived_at
         self._timeline.status, self._timeline.code = status, code
@@ -235,22 +240,23 @@ class RequestLog:
             of_model.tpot.observe((self._last_event_at - self._first_event_at) / later_events)
         if self.trace is not None:
             self.trace.end(status, code, self._phase_since)
-        self._remember(status, code)
+        self._remember(status, code or "", message or "")
         if logger.isEnabledFor(logging.INFO):
-            logger.info("request %s", Facts(self._line(status, code, total)))
+            logger.info("request %s", Facts(self._line(status, code, message, total)))
 
-    def _remember(self, status: int, code: str | None) -> None:
+    def _remember(self, status: int, code: str, message: str) -> None:
         if status >= 400 and status != CLIENT_LEFT:
             failure = Failure(
                 endpoint=self.endpoint,
                 status=status,
-                code=code or "",
+                code=code,
+                message=message,
                 model=self._model,
                 request_id=self.request_id,
             )
             self._failures.add(failure, self._phase_since)
 
-    def _line(self, status: int, code: str | None, total: float) -> dict[str, object]:
+    def _line(self, status: int, code: str | None, message: str | None, total: float) -> dict[str, object]:
         """Never includes responses, and prompts only if configured: user content stays out of logs."""
         line: dict[str, object] = {
             "request_id": self.request_id,
@@ -258,6 +264,7 @@ class RequestLog:
             "endpoint": self.endpoint,
             "status": status,
             **({} if code is None else {"code": code}),
+            **({} if message is None else {"error": message}),
             **self._facts,
             "transfer_ids": self._transfer_ids,
             "total_s": round(total, 6),

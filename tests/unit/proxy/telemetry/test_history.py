@@ -28,7 +28,14 @@ NOW = 1000.0
 
 
 def failure(**fields: object) -> Failure:
-    values = {"endpoint": "completions", "status": 502, "code": "lost", "model": "m", "request_id": "r"}
+    values = {
+        "endpoint": "completions",
+        "status": 502,
+        "code": "lost",
+        "model": "m",
+        "request_id": "r",
+        "message": "",
+    }
     return Failure(**(values | fields))  # type: ignore[arg-type]
 
 

@@ -289,7 +289,9 @@ async def test_the_dashboard_shows_what_all_have_seen(
 ) -> None:
     monkeypatch.setattr(supervisor_module, "WATCH_INTERVAL_S", 0.05)
     one, other = await office.process(), await office.process()
-    failure = Failure(endpoint="completions", status=502, code="agent_lost", model="m", request_id="r")
+    failure = Failure(
+        endpoint="completions", status=502, code="agent_lost", message="", model="m", request_id="r"
+    )
     async with asyncio.TaskGroup() as tasks:
         watching = tasks.create_task(office.supervisor.watch())
         await asyncio.sleep(0.1)
