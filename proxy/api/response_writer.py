@@ -56,8 +56,7 @@ class ResponseWriter:
         self._is_paused = False
         self._whole: tuple[str, bytes] | None = None
         self.usage: ReportedUsage | None = None
-        """What the response says of its tokens, if they are counted."""
-        self._counts_tokens = False
+        """What the response says of its tokens."""
         self._hides_usage = False
         """Whether the client has not asked for the usage at the end of its stream."""
         self._streams = False
@@ -77,7 +76,7 @@ class ResponseWriter:
 
     def write_event(self, event: bytes) -> None:
         """Write one event of a token, by the shortest path."""
-        if not self.is_started or self.include_timing or self._counts_tokens or self._rewriter is not None:
+        if not self.is_started or self.include_timing or self._rewriter is not None:
             self.write(event)
         else:
             self._log.event(event)
@@ -85,10 +84,9 @@ class ResponseWriter:
 
     def write(self, events: bytes) -> None:
         """Write one or more whole events."""
-        if self._counts_tokens:
-            events = self._read_usage(events)
-            if not events:
-                return
+        events = self._read_usage(events)
+        if not events:
+            return
         if not self.is_started:
             self.is_started = True
             self._response.start(200, (*STREAM_HEADERS, *self._headers()))
@@ -117,16 +115,14 @@ class ResponseWriter:
     @property
     def num_unprepared(self) -> int:
         """How many bytes `prepare` has to work on."""
-        is_read = self._rewriter is not None or self._counts_tokens
-        return len(self._whole[1]) if is_read and self._whole is not None else 0
+        return 0 if self._whole is None else len(self._whole[1])
 
     def prepare(self) -> None:
         """Make a whole response what `end` is to send. May run in a thread. Raises `BadResponse`."""
         if self._whole is None:
             return
         content_type, body = self._whole
-        if self._counts_tokens:
-            self.usage = reported_usage(body)
+        self.usage = reported_usage(body)
         if self._rewriter is not None:
             self._whole = content_type, self._rewriter.whole(body)
 
@@ -161,9 +157,12 @@ class ResponseWriter:
             self._log.end(CLIENT_LEFT, "client_left")
 
     def count_tokens(self, request: ClientRequest) -> ClientRequest:
-        """Read the response's usage; returns the request, which asks for it."""
-        self._counts_tokens, self._streams = True, request.stream
-        if not request.stream or request.include_usage:
+        """Read the response's usage; returns the request, which asks for it.
+
+        Not that of a stream with running counts and no usage at its end, which our agents refuse.
+        """
+        self._streams = request.stream
+        if not request.stream or request.include_usage or request.continuous_usage:
             return request
         self._hides_usage = True
         return with_usage(request)
@@ -183,7 +182,10 @@ class ResponseWriter:
         for event in sse.split(events):
             usage = reported_usage(sse.data(event) or b"") if sse.has_empty_choices(event) else None
             self.usage = usage or self.usage
-            shown.append(_without_usage(event) if usage is not None and self._hides_usage else event)
+            if usage is None or not self._hides_usage:
+                shown.append(event)
+            elif sse.TIMING in event:
+                shown.append(_without_usage(event))
         return b"".join(shown)
 
     def _headers(self) -> tuple[Header, Header]:
@@ -205,10 +207,10 @@ def _outcome(events: bytes) -> tuple[int, str, str]:
 
 
 def _without_usage(event: bytes) -> bytes:
-    """An event without choices, without its usage; nothing if it has no timing either."""
+    """An event without its usage."""
     members = msgspec.json.decode(sse.data(event) or b"{}", type=dict[str, msgspec.Raw])
     del members["usage"]
-    return sse.event(members) if "kvferry_timing" in members else b""
+    return sse.event(members)
 
 
 def send_error(

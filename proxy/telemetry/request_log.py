@@ -13,8 +13,8 @@ from kvferry.common.state_machine import transition
 from kvferry.common.telemetry.logs import Facts
 from kvferry.proxy import sse
 from kvferry.proxy.fleet.routing.routing_request import Pair
-from kvferry.proxy.ids import Endpoint, RequestId, TransferId
-from kvferry.proxy.request import ClientRequest
+from kvferry.proxy.ids import Api, RequestId, TransferId
+from kvferry.proxy.request import ClientRequest, ReportedUsage
 from kvferry.proxy.telemetry.history import Failure, FailureLog
 from kvferry.proxy.telemetry.metrics import CLIENT_LEFT, Metrics
 from kvferry.proxy.telemetry.request_trace import RequestTrace
@@ -70,7 +70,7 @@ class RequestLog:
 
     def __init__(
         self,
-        endpoint: Endpoint,
+        api: Api,
         request_id: RequestId,
         metrics: Metrics,
         failures: FailureLog,
@@ -78,7 +78,7 @@ class RequestLog:
         trace: RequestTrace | None = None,
         arrived_at: float | None = None,
     ) -> None:
-        self.endpoint = endpoint
+        self.api = api
         self.request_id = request_id
         self.phase = Phase.ROUTE
         self.arrived_at = time.monotonic() if arrived_at is None else arrived_at
@@ -86,7 +86,7 @@ class RequestLog:
         self.trace_id = None if trace is None else trace.trace_id
         self._metrics = metrics
         self._failures = failures
-        self._timeline = timelines.begin(request_id, endpoint, self.arrived_at)
+        self._timeline = timelines.begin(request_id, api, self.arrived_at)
         self._timeline.enter(self.phase, self.arrived_at)
         self._phase_since = self.arrived_at
         self._seconds: dict[Phase, float] = {}
@@ -100,24 +100,30 @@ class RequestLog:
         self._first_text_at: float | None = None
         self._first_event_at: float | None = None
         self._last_event_at: float | None = None
-        metrics.in_flight.add(self.phase, 1)
+        metrics.in_flight.add((self.phase, ""), 1)
 
     def enter(self, phase: Phase) -> None:
         """Move on to `phase`. Raises `IllegalTransition` when the table does not allow it."""
-        before, metrics, now = self.phase, self._metrics, time.monotonic()
+        before, in_flight, of_model = self.phase, self._metrics.in_flight, self._model_metrics
+        now = time.monotonic()
         self.phase = transition(self.request_id, PHASE_TRANSITIONS, before, phase)
         spent = now - self._phase_since
         self._phase_since = now
         self._timeline.enter(phase, now)
         self._seconds[before] = self._seconds.get(before, 0.0) + spent
-        metrics.phases.of(before).observe(spent)
-        metrics.in_flight.add(before, -1)
+        of_model.phases[before].observe(spent)
+        in_flight.add((before, of_model.model), -1)
         if phase is not Phase.ENDED:
-            metrics.in_flight.add(phase, 1)
+            in_flight.add((phase, of_model.model), 1)
         if phase is Phase.ROUTE and self.trace is not None:
             self.trace.route_again("migration" if before is Phase.DECODE else "retry")
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("request %s: %s → %s", self.request_id, before, phase, extra=self.log_ids())
+
+    def count_tokens(self, usage: ReportedUsage) -> None:
+        """Count what the request has used. Call once, when it has ended."""
+        self._metrics.prompt_tokens.add(self._model_metrics.model, usage.prompt_tokens)
+        self._metrics.generation_tokens.add(self._model_metrics.model, usage.completion_tokens)
 
     def log_ids(self) -> dict[str, str | None]:
         """The `extra` of other log lines about the request."""
@@ -132,7 +138,10 @@ class RequestLog:
         """Record the parsed request. `show_prompt`: log its prompt too."""
         self._choices = request.sequences
         self._model = self._timeline.model = request.model[:MAX_MODEL_CHARS]
+        in_flight, before = self._metrics.in_flight, self._model_metrics
         self._model_metrics = self._metrics.of_model(request.model)
+        in_flight.add((self.phase, before.model), -1)
+        in_flight.add((self.phase, self._model_metrics.model), 1)
         self._facts |= {"model": self._model, "stream": request.stream, "n": request.n}
         if self.trace is not None:
             self.trace.describe(
@@ -233,7 +242,7 @@ class RequestLog:
         self._timeline.status, self._timeline.code = status, code
         self._timeline.agent_timing = self._agent_timing
         of_model = self._model_metrics
-        self._metrics.ended(self.endpoint, status, of_model.model)
+        self._metrics.ended(self.api, status, of_model.model)
         of_model.e2e.observe(total)
         later_events = self._events / self._choices - 1
         if self._first_event_at is not None and self._last_event_at is not None and later_events > 0:
@@ -247,7 +256,7 @@ class RequestLog:
     def _remember(self, status: int, code: str, message: str) -> None:
         if status >= 400 and status != CLIENT_LEFT:
             failure = Failure(
-                endpoint=self.endpoint,
+                endpoint=self.api,
                 status=status,
                 code=code,
                 message=message,
@@ -261,7 +270,7 @@ class RequestLog:
         line: dict[str, object] = {
             "request_id": self.request_id,
             **({} if self.trace_id is None else {"trace_id": self.trace_id}),
-            "endpoint": self.endpoint,
+            "endpoint": self.api,
             "status": status,
             **({} if code is None else {"code": code}),
             **({} if message is None else {"error": message}),

@@ -725,7 +725,7 @@ def logged(caplog: pytest.LogCaptureFixture) -> Mapping[str, object]:
 async def test_an_agents_4xx_keeps_its_code_and_message_everywhere(
     stage: Stage, caplog: pytest.LogCaptureFixture, leg: str, stream: bool, path: str
 ) -> None:
-    """The answer or error event, the request's log line and the operator's page all say what the agent said."""
+    """The answer or error event, the request's log line and the operator's page say what the agent said."""
     prefill, decode = await stage.pair()
     failing = prefill if leg == "prefill" else decode
     failing.faults.append(Fault(leg, "status", status=422))  # type: ignore[arg-type]
