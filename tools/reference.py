@@ -31,6 +31,7 @@ from kvferry.deploy.ray import down
 from kvferry.deploy.up import UpConfig
 from kvferry.proxy.api.openapi import document
 from kvferry.proxy.config import ProxyConfig
+from kvferry.proxy.discovery.handshake_monitor import KEY_FAILURES
 from kvferry.proxy.fleet.address_rules import RejectReason
 from kvferry.proxy.fleet.fleet import Fleet, FleetSettings
 from kvferry.proxy.telemetry.collectors import AgentCollector, FleetCollector, ScalingCollector
@@ -181,6 +182,8 @@ def _proxy_metrics() -> Iterator[Metric]:
     metrics = Metrics()
     for reason in RejectReason:
         metrics.rejected_pings.labels(reason.name.lower())
+    for failure in KEY_FAILURES:
+        metrics.rejected_keys.labels(failure.name.lower())
     fleet = Fleet(FleetSettings(), metrics, lambda: 0.0)
     yield from metrics.registry.collect()
     yield from FleetCollector(fleet.registry.snapshot, fleet.registry.lost, list).collect()

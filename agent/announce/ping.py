@@ -10,12 +10,14 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import msgspec
 import zmq
 
 from kvferry.agent.announce.proxy_names import Lookup, ProxyName, is_name, look_up
 from kvferry.common.curve import ClusterKey
+from kvferry.common.telemetry.recurring_warnings import RecurringWarnings
 from kvferry.proxy.wire.registration import (
     PING_INTERVAL_S,
     Ack,
@@ -35,6 +37,8 @@ ACK_TIMEOUT_S = 3 * PING_INTERVAL_S
 """A proxy that has acknowledged nothing for so long is gone, and sends nothing either."""
 _UNREACHABLE_PINGS = 3
 """That could not be sent, in a row, before the log says so: connecting takes a moment."""
+_RECONNECT_S = 10.0
+"""ZMQ does not connect again by itself where the other side has refused this one's cluster key."""
 _MAX_RESPONSES_PER_PING = 16
 _BYE_LINGER_MS = 200
 _CLOSE_S = 0.5
@@ -63,9 +67,12 @@ class ProxyConnection:
             key.secure_client(self._socket)
         self._socket.connect(f"tcp://{address}")
         self._status: str | None = None
+        self._warnings = RecurringWarnings(log)
         self._unsent = 0
         """Pings in a row that could not be sent."""
-        self._unreachable = "unreachable" if key is None else "unreachable, or it has another cluster key"
+        self._reconnect_at = math.inf
+        key_differs = "requires a cluster key" if key is None else "has another cluster key"
+        self._unreachable = f"unreachable, or it {key_differs}, or this is not its discovery port"
         self._acked_at = -math.inf
         self._acked_index = -1
         self._in_flight = 0
@@ -79,8 +86,10 @@ class ProxyConnection:
             self._unsent += 1
             if self._unsent >= _UNREACHABLE_PINGS:
                 self._note(self._unreachable, logging.WARNING)
+            self._reconnect()
         else:
             self._unsent = 0
+            self._reconnect_at = math.inf
 
     def read_responses(self) -> None:
         """Read the responses that have come since the last ping; never waits."""
@@ -123,11 +132,26 @@ class ProxyConnection:
         closing.start()
         return closing
 
+    def _reconnect(self) -> None:
+        """Connect anew, once per `_RECONNECT_S` without a connection."""
+        now = time.monotonic()
+        if self._reconnect_at == math.inf:
+            self._reconnect_at = now + _RECONNECT_S
+        elif now >= self._reconnect_at:
+            self._reconnect_at = now + _RECONNECT_S
+            with suppress(zmq.ZMQError):  # ZMQ has given it up
+                self._socket.disconnect(f"tcp://{self.address}")
+            self._socket.connect(f"tcp://{self.address}")
+
     def _note(self, status: str, level: int) -> None:
-        """Log the state of the registration, once per change."""
+        """Log the state of the registration, once per change; a bad one again after a minute."""
         if status != self._status:
-            self._status = status
+            self._warnings.over("", self.address)
+        if level >= logging.WARNING:
+            self._warnings.warn("", self.address, "proxy %s: %s", self.address, status)
+        elif status != self._status:
             log.log(level, "proxy %s: %s", self.address, status)
+        self._status = status
 
 
 class Announcer:

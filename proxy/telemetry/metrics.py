@@ -330,6 +330,14 @@ class Metrics:
             ["reason"],
             registry=registry,
         )
+        self.rejected_keys = Counter(
+            "kvferry_proxy_rejected_cluster_keys",
+            "Connections to the discovery port that were rejected for their cluster key, by reason: another "
+            "key than the proxy's (other_key), none (no_key), or one where the proxy has none "
+            "(unexpected_key). An agent tries again every few seconds.",
+            ["reason"],
+            registry=registry,
+        )
         for counter, words in (
             (self.retries, _LEGS),
             (self.rejections, _REJECTIONS),

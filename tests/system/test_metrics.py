@@ -47,6 +47,7 @@ NOT_COUNTED = {
     "kvferry_proxy_migrations_total",
     "kvferry_proxy_prompts_recomputed_total",
     "kvferry_proxy_queue_wait_seconds_count",
+    "kvferry_proxy_rejected_cluster_keys_total",
     "kvferry_proxy_rejected_pings_total",
     "kvferry_proxy_rejections_total",
     "kvferry_proxy_retries_denied_total",
