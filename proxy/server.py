@@ -44,6 +44,7 @@ from kvferry.proxy.settings import (
     discovery_settings,
     fleet_settings,
     listening_socket,
+    metrics_of,
     pool_settings,
 )
 from kvferry.proxy.telemetry.collectors import AgentCollector, FleetCollector, ScalingCollector
@@ -157,7 +158,8 @@ async def running_proxy(
     `BadEngineServer` when a file is not one.
     """
     keys, clock = Keys.read(config), asyncio.get_running_loop().time
-    metrics, history, failures, timelines = Metrics(), History(PULL_BUCKETS), FailureLog(), Timelines()
+    metrics, history = metrics_of(config), History(PULL_BUCKETS)
+    failures, timelines = FailureLog(), Timelines()
     fleet = Fleet(fleet_settings(config), metrics, clock, clock() + settle_s)
     transfers = TransferTotals(clock)
     fleet.registry.subscribe(transfers.note)

@@ -145,8 +145,8 @@ FLEET: dict[str, list[Panel]] = {
             red_from=0.01,
         ),
         Panel(
-            title="First token over 2 s, 5 min",
-            text="Share of streamed requests, of the model with most of them.",
+            title="First token too late, 5 min",
+            text="Share of streamed requests over --ttft-objective-s, of the model with most of them.",
             series=[('max(kvferry:ttft_slow:ratio_rate5m{model_name=~"$model"})', "")],
             unit="percentunit",
             stat=True,
@@ -203,8 +203,8 @@ FLEET: dict[str, list[Panel]] = {
         )
         for title, name, what in (
             ("Requests failed", "requests_failed", "requests that ended with a 5xx"),
-            ("First token over 2 s", "ttft_slow", "streamed requests whose first token took over 2 s"),
-            ("Tokens over 100 ms", "tpot_slow", "streamed requests with over 100 ms a token, on average"),
+            ("First token too late", "ttft_slow", "streamed requests over --ttft-objective-s"),
+            ("Tokens too slow", "tpot_slow", "streamed requests over --tpot-objective-s"),
         )
     ],
     "Where the time goes": [

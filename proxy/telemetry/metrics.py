@@ -57,6 +57,7 @@ _STATUSES = (200, 400, 404, 429, CLIENT_LEFT, 500, 502, 503, 504)
 _LEGS = ("prefill", "decode")
 _REJECTIONS = ("queue_full", "queue_timeout")
 _DROPS = ("delivered", "failed", "overflow")
+_OBJECTIVES = ("ttft", "tpot")
 _VERDICTS = ("proven", "vouched", "unproven", "suspect", "contradicted")
 
 
@@ -152,9 +153,14 @@ class Metrics:
     """Everything that is counted. Requests are those of the completion endpoints.
 
     The label `model_name` is empty for what names no model that an agent has served, and beyond `MAX_MODELS`.
+
+    Args:
+        ttft_objective_s: As `ProxyConfig` describes it, as is the other one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, ttft_objective_s: float = 2.0, tpot_objective_s: float = 0.1) -> None:
+        self.ttft_objective_s = ttft_objective_s
+        self.tpot_objective_s = tpot_objective_s
         disable_created_metrics()  # type: ignore[no-untyped-call] # a second series of each counter, unused
         self.events = 0
         """Events of streams that went to clients; counted with every one, so a plain number."""
@@ -213,6 +219,14 @@ class Metrics:
                 "Mean time between the tokens of a choice after the first one, per streamed request.",
                 MODEL,
                 TOKEN_BUCKETS,
+            )
+        )
+        self.missed_objectives = self._register(
+            LabelledCounter(
+                "kvferry_proxy_missed_objectives",
+                "Streamed requests that were slower than an objective: their first token than "
+                "--ttft-objective-s (ttft), or their mean time per token than --tpot-objective-s (tpot).",
+                ("objective", MODEL),
             )
         )
         self.itl = self._register(
@@ -413,6 +427,8 @@ class Metrics:
                 self.requests.add((api, model, str(status)), 0)
         for phase in PHASES:
             self.in_flight.add((phase, model), 0)
+        for objective in _OBJECTIVES:
+            self.missed_objectives.add((objective, model), 0)
         for counted in (self.queue_length, self.prompt_tokens, self.generation_tokens):
             counted.add(model, 0)
         return ModelMetrics(

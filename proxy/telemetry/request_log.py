@@ -192,7 +192,10 @@ class RequestLog:
         self._metrics.events += count
         if self._first_text_at is None and sse.has_text(events):
             self._first_text_at = self._timeline.first_text_at = now
-            self._model_metrics.ttft.observe(now - self.arrived_at)
+            ttft = now - self.arrived_at
+            self._model_metrics.ttft.observe(ttft)
+            if ttft > self._metrics.ttft_objective_s:
+                self._metrics.missed_objectives.add(("ttft", self._model_metrics.model), 1)
             if self.trace is not None:
                 self.trace.add_first_token(now)
 
@@ -246,7 +249,10 @@ class RequestLog:
         of_model.e2e.observe(total)
         later_events = self._events / self._choices - 1
         if self._first_event_at is not None and self._last_event_at is not None and later_events > 0:
-            of_model.tpot.observe((self._last_event_at - self._first_event_at) / later_events)
+            tpot = (self._last_event_at - self._first_event_at) / later_events
+            of_model.tpot.observe(tpot)
+            if tpot > self._metrics.tpot_objective_s:
+                self._metrics.missed_objectives.add(("tpot", of_model.model), 1)
         if self.trace is not None:
             self.trace.end(status, code, self._phase_since)
         self._remember(status, code or "", message or "")

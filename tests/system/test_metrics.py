@@ -45,6 +45,7 @@ NOT_COUNTED = {
     "kvferry_proxy_drops_total",
     "kvferry_proxy_leases_judged_total",
     "kvferry_proxy_migrations_total",
+    "kvferry_proxy_missed_objectives_total",
     "kvferry_proxy_prompts_recomputed_total",
     "kvferry_proxy_queue_wait_seconds_count",
     "kvferry_proxy_rejected_cluster_keys_total",

@@ -139,6 +139,19 @@ async def test_phases_queue_and_requests_in_flight_say_the_model(start_stage: St
     assert stage.metric('kvferry_proxy_phase_seconds_count{model_name=""}') == 0
 
 
+@pytest.mark.parametrize("missed", ["none", "ttft", "tpot"])
+async def test_an_objective_may_be_any_time(start_stage: StartStage, missed: str) -> None:
+    """Not only a bound of a histogram: 3 s could not be alerted on."""
+    limits = {"ttft": 7.3, "tpot": 0.33} | ({missed: 0.0013} if missed != "none" else {})
+    stage = await start_stage(ttft_objective_s=limits["ttft"], tpot_objective_s=limits["tpot"])
+    await stage.pair(interval_s=0.02)
+    await answered(stage, "completions", stream=True)
+    await answered(stage, "completions")
+    for objective in ("ttft", "tpot"):
+        line = f'kvferry_proxy_missed_objectives_total{{objective="{objective}",model_name="{MODEL}"}}'
+        assert stage.metric(line) == (objective == missed)
+
+
 async def test_requests_for_an_unknown_model_have_no_label(stage: Stage) -> None:
     await stage.pair()
     assert (await stage.ask({**APIS["completions"], "model": "unheard-of"}))[0] == 404
