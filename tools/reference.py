@@ -137,8 +137,8 @@ def metrics_page() -> str:
         "`kvferry_proxy_prompt_tokens_total` and `kvferry_proxy_generation_tokens_total` are the tokens to "
         "bill per model: what the answers' `usage` reports, streamed or not, whichever agents and however "
         "many attempts it took. Of a stream that broke off, or that its client left, the tokens that were "
-        "sent are counted and not its prompt; of an answer that was not streamed and did not complete, "
-        "nothing.",
+        "sent are counted, and its prompt if a prefill agent has computed it; of an answer that was not "
+        "streamed and did not complete, nothing.",
         "",
         "`deploy/monitoring/` has [alerts](../runbook.md) and dashboards that use them.",
     ]

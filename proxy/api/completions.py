@@ -209,7 +209,10 @@ class Completions:
                 writer.fail(ProxyError("internal error of the proxy"))
         finally:
             sent = max(log.num_events, exchange.num_tokens if exchange is not None else 0)
-            log.count_tokens(writer.usage or ReportedUsage(completion_tokens=sent))
+            if writer.usage is not None:
+                log.count_tokens(writer.usage)
+            elif exchange is not None and sent:  # of a stream that broke off
+                log.count_tokens(ReportedUsage(exchange.prompt_tokens, sent))
             if tokens is not None:
                 end = RequestEnd(
                     usage=writer.usage,

@@ -89,8 +89,10 @@ async def test_the_tokens_of_a_retried_request_are_counted_once(stage: Stage, le
     assert counted_tokens(stage) == (2 * once[0], 2 * once[1])
 
 
-async def test_a_stream_that_its_client_leaves_counts_what_was_sent(stage: Stage) -> None:
+async def test_a_stream_that_its_client_leaves_counts_its_prompt_and_what_was_sent(stage: Stage) -> None:
     _, decode = await stage.pair(interval_s=0.05)
+    await answered(stage, "completions")
+    prompt, generated = counted_tokens(stage)
     body = {"model": MODEL, **APIS["completions"], "max_tokens": 1000, "stream": True}
     async with stage.post(body) as response:
         received = 0
@@ -100,7 +102,8 @@ async def test_a_stream_that_its_client_leaves_counts_what_was_sent(stage: Stage
         while not stage.metric('kvferry_proxy_requests_total{status="499"}'):
             await asyncio.sleep(0.01)
     await decode.until(lambda: not decode.running)
-    assert 4 <= counted_tokens(stage)[1] < 100
+    assert counted_tokens(stage)[0] == 2 * prompt
+    assert 4 <= counted_tokens(stage)[1] - generated < 100
 
 
 @streamed
