@@ -69,8 +69,9 @@ def watching_handshakes(
     try:
         yield
     finally:
+        watch.is_stopping = True
         listener.disable_monitor()
-        thread.join()
+        thread.join()  # within `NEW_S`
 
 
 class _Connection(NamedTuple):
@@ -99,21 +100,22 @@ class _Watch:
         self._has_key = has_key
         self._report = report
         self._new: dict[int, _Connection] = {}
+        self.is_stopping = False
         self._failure: HandshakeFailure | None = None
         """Of the connection whose end is the next event."""
 
     def run(self, context: zmq.Context[Any]) -> None:
-        """Read events until the monitor stops."""
+        """Read events until `is_stopping`, which the end of the monitor lets it see at once."""
         plain: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(context.underlying)
         with plain.socket(zmq.PAIR) as events:
             events.linger = 0
             events.connect(_ENDPOINT)
-            while True:
-                if events.poll(int(NEW_S * 1000) if self._new else None):
+            while not self.is_stopping:
+                if events.poll(int(NEW_S * 1000)):
                     event = parse_monitor_message(events.recv_multipart())
-                    if event["event"] == zmq.EVENT_MONITOR_STOPPED:
-                        break
-                    self._handle(event["event"], event["value"])
+                    # A descriptor may be closed, or another file's: then the peer's next try is as good.
+                    with suppress(OSError):
+                        self._handle(event["event"], event["value"])
                 self._drop_old()
         for connection in self._new.values():
             connection.duplicate.close()
@@ -132,25 +134,31 @@ class _Watch:
                 self._failure = HandshakeFailure.NO_KEY if self._has_key else HandshakeFailure.UNEXPECTED_KEY
 
     def _accepted(self, fd: int) -> None:
-        if len(self._new) >= MAX_NEW:
+        if len(self._new) >= MAX_NEW or fd in self._new:
             return
-        # ZMQ may have closed it already, and another connection have its number: the peer will try again.
-        with suppress(OSError), ExitStack() as stack:
-            duplicate = stack.enter_context(socket.socket(fileno=os.dup(fd)))
+        with ExitStack() as undo:
+            number = os.dup(fd)
+            undo.callback(os.close, number)
+            duplicate = socket.socket(fileno=number)
+            undo.pop_all()
+            undo.enter_context(duplicate)
             if duplicate.getsockname()[1] == self._port:
                 host = duplicate.getpeername()[0].removeprefix("::ffff:")
                 self._new[fd] = _Connection(duplicate, host, time.monotonic() + NEW_S)
-                stack.pop_all()
+                undo.pop_all()
 
     def _ended(self, fd: int) -> None:
         failure, self._failure = self._failure, None
         connection = self._new.pop(fd, None)
-        if connection is not None:
-            with connection.duplicate:
-                if failure is None and connection.is_foreign():
-                    failure = HandshakeFailure.NOT_ZMQ
+        if connection is None:
+            if failure is not None:
+                self._report(failure, None)
+            return
+        with connection.duplicate:
+            if failure is None and connection.is_foreign():
+                failure = HandshakeFailure.NOT_ZMQ
         if failure is not None:
-            self._report(failure, None if connection is None else connection.host)
+            self._report(failure, connection.host)
 
     def _drop_old(self) -> None:
         now = time.monotonic()
