@@ -17,7 +17,6 @@ import zmq
 
 from kvferry.agent.announce.proxy_names import Lookup, ProxyName, is_name, look_up
 from kvferry.common.curve import ClusterKey
-from kvferry.common.telemetry.recurring_warnings import RecurringWarnings
 from kvferry.proxy.wire.registration import (
     PING_INTERVAL_S,
     Ack,
@@ -67,12 +66,10 @@ class ProxyConnection:
             key.secure_client(self._socket)
         self._socket.connect(f"tcp://{address}")
         self._status: str | None = None
-        self._warnings = RecurringWarnings(log)
         self._unsent = 0
         """Pings in a row that could not be sent."""
         self._reconnect_at = math.inf
-        key_differs = "requires a cluster key" if key is None else "has another cluster key"
-        self._unreachable = f"unreachable, or it {key_differs}, or this is not its discovery port"
+        self._unreachable = "unreachable" if key is None else "unreachable, or it has another cluster key"
         self._acked_at = -math.inf
         self._acked_index = -1
         self._in_flight = 0
@@ -144,14 +141,10 @@ class ProxyConnection:
             self._socket.connect(f"tcp://{self.address}")
 
     def _note(self, status: str, level: int) -> None:
-        """Log the state of the registration, once per change; a bad one again after a minute."""
+        """Log the state of the registration, once per change."""
         if status != self._status:
-            self._warnings.over("", self.address)
-        if level >= logging.WARNING:
-            self._warnings.warn("", self.address, "proxy %s: %s", self.address, status)
-        elif status != self._status:
+            self._status = status
             log.log(level, "proxy %s: %s", self.address, status)
-        self._status = status
 
 
 class Announcer:
