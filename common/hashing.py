@@ -35,6 +35,7 @@ class Purpose(enum.Enum):
     VLLM_CONFIG = b"vllm config"
     VLLM_ADAPTER = b"vllm adapter"
     VLLM_TOKENIZER = b"vllm tokenizer"
+    VLLM_LAYER = b"vllm layer"
     VLLM_LAYERS = b"vllm layers"
     # Requests and answers.
     GRAMMAR = b"grammar"

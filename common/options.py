@@ -39,7 +39,7 @@ Source = Sequence[str] | Mapping[str, Any]
 
 GROUPS = (
     *("Model", "Engine", "Load", "Processes", "Network", "Routing", "KV transfer"),
-    *("Timeouts", "Limits", "Security", "Logs", "Results"),
+    *("Timeouts", "Limits", "Security", "Metrics", "Logs", "Results"),
 )
 """The groups of options, in the order of `--help`."""
 MAX_SHOWN_CHARS = 80

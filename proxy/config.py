@@ -107,6 +107,11 @@ class ProxyConfig(HttpOptions, TraceOptions, LogOptions):
         agent_ca: PEM file with the authority that signed the agents' certificates. With it, only https agents
             may register; without it, https agents are verified against the system's authorities.
 
+    Metrics:
+        ttft_objective_s: Objective for the time to the first token of a streamed request, in seconds. Slower
+            requests are counted, and the alerts of deploy/monitoring go by that.
+        tpot_objective_s: Objective for the mean time per token of a streamed request, in seconds.
+
     Logs:
         log_prompts: Include the beginning of every prompt in the request log.
     """
@@ -152,6 +157,8 @@ class ProxyConfig(HttpOptions, TraceOptions, LogOptions):
     allow_address: str = ""
     cluster_key: Path | None = None
     agent_ca: Path | None = None
+    ttft_objective_s: float = 2.0
+    tpot_objective_s: float = 0.1
     log_prompts: bool = False
 
     def __post_init__(self) -> None:

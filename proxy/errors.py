@@ -26,7 +26,7 @@ class ProxyError(Exception):
 
     status: int = 500
     kind: ClassVar[str] = "server_error"
-    code: ClassVar[str] = "internal_error"
+    code: str = "internal_error"
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         message = message[:MAX_MESSAGE_CHARS]
@@ -371,15 +371,18 @@ class AgentTimeout(ProxyError):
 class AgentRejected(ProxyError):
     """An agent rejected the request with a 4xx, which is passed through to the client.
 
-    `error` is the agent's, None where its body has none. `retry_after_s` is its `Retry-After`.
+    `error` is the agent's, whose code and message this has; None where its body has none. `retry_after_s` is
+    its `Retry-After`.
     """
 
     kind = "invalid_request_error"
     code = "agent_refused"
 
     def __init__(self, status: int, error: AgentError | None, retry_after_s: int | None = None) -> None:
-        super().__init__(f"the agent returned HTTP {status}")
+        super().__init__(f"the agent returned HTTP {status}" if error is None else error.message)
         self.status = status
+        if error is not None and error.code is not None:
+            self.code = str(error.code)
         self.error = error
         self.retry_after_s = retry_after_s
 

@@ -19,6 +19,8 @@ Random = Callable[[int], bytes]
 """Returns so many random bytes of the system's."""
 
 Endpoint = Literal["completions", "chat/completions"]
+Api = Endpoint | Literal["messages", "responses"]
+"""What a client has asked; `messages` and `responses` are served as chats."""
 
 MAX_REQUEST_ID_CHARS = 128
 MAX_ANSWER_ID_CHARS = 128

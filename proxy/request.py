@@ -252,8 +252,8 @@ def check_context(request: ClientRequest, max_model_len: int | None) -> None:
 class ReportedUsage(msgspec.Struct, frozen=True):
     """How many tokens a request used, as its answer reports it."""
 
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
+    prompt_tokens: Annotated[int, Meta(ge=0)] = 0
+    completion_tokens: Annotated[int, Meta(ge=0)] = 0
 
 
 class _AnswerWithUsage(msgspec.Struct):

@@ -22,7 +22,7 @@ from kvferry.common.stop import StopRequest
 from kvferry.common.telemetry.tracing import FLUSH_TIMEOUT_S, open_tracing
 from kvferry.proxy.api.app import create_app, serve_health
 from kvferry.proxy.api.auth import ApiKeys
-from kvferry.proxy.api.completions import ENDPOINTS, Completions
+from kvferry.proxy.api.completions import APIS, Completions
 from kvferry.proxy.api.dashboard import EVENTS_PATH, UNREAD_S, DashboardFeed
 from kvferry.proxy.api.operator.commands import OperatorApi
 from kvferry.proxy.api.tokenizing import TokenizerRelay
@@ -44,6 +44,7 @@ from kvferry.proxy.settings import (
     discovery_settings,
     fleet_settings,
     listening_socket,
+    metrics_of,
     pool_settings,
 )
 from kvferry.proxy.telemetry.collectors import AgentCollector, FleetCollector, ScalingCollector
@@ -157,7 +158,8 @@ async def running_proxy(
     `BadEngineServer` when a file is not one.
     """
     keys, clock = Keys.read(config), asyncio.get_running_loop().time
-    metrics, history, failures, timelines = Metrics(), History(PULL_BUCKETS), FailureLog(), Timelines()
+    metrics, history = metrics_of(config), History(PULL_BUCKETS)
+    failures, timelines = FailureLog(), Timelines()
     fleet = Fleet(fleet_settings(config), metrics, clock, clock() + settle_s)
     transfers = TransferTotals(clock)
     fleet.registry.subscribe(transfers.note)
@@ -256,7 +258,7 @@ def _uvicorn_config(services: Services, tls: ssl.SSLContext | None) -> uvicorn.C
             Any,
             partial(
                 ClientConnection,
-                handlers=dict.fromkeys(ENDPOINTS, completions) | {"/health": serve_health},
+                handlers=dict.fromkeys(APIS, completions) | {"/health": serve_health},
                 head_s=config.body_timeout_s,
                 bounds=ServerBounds(),
                 last_request_s=LAST_REQUEST_S,

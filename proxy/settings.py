@@ -20,6 +20,7 @@ from kvferry.proxy.fleet.address_rules import AddressRules
 from kvferry.proxy.fleet.circuit_breaker import BreakerSettings
 from kvferry.proxy.fleet.fleet import FleetSettings
 from kvferry.proxy.http.pool import PoolSettings
+from kvferry.proxy.telemetry.metrics import Metrics
 
 BACKLOG = 2048
 
@@ -65,6 +66,11 @@ def base_url(config: ProxyConfig, port: int) -> str:
     """Return the URL of the proxy that listens on `port`."""
     scheme = "http" if config.tls_cert is None else "https"
     return f"{scheme}://{host_port(config.host, port)}"
+
+
+def metrics_of(config: ProxyConfig) -> Metrics:
+    """Return the metrics of a process that serves requests, with nothing counted yet."""
+    return Metrics(ttft_objective_s=config.ttft_objective_s, tpot_objective_s=config.tpot_objective_s)
 
 
 def fleet_settings(config: ProxyConfig) -> FleetSettings:

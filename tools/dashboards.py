@@ -7,11 +7,14 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tools.reference import metric_helps
 
 FOLDER = Path(__file__).parents[1] / "deploy" / "monitoring"
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
@@ -19,9 +22,11 @@ WIDTH = 24
 STAT_HEIGHT, CHART_HEIGHT = 4, 8
 
 PROXY = 'job="kvferry-proxy"'
-AT_PROXY = 'job="kvferry-proxy",model=~"$model"'
+AT_PROXY = 'job="kvferry-proxy",model_name=~"$model"'
 OF_AGENT = 'job="kvferry-proxy",agent=~"$agent"'
-AGENT = 'job="kvferry-agent",model=~"$model",instance=~"$agent"'
+AGENT = 'job="kvferry-agent",model_name=~"$model",instance=~"$agent"'
+EACH_AGENT = "instance, name"
+"""Labels of one agent: names need not be unique."""
 QUANTILES = (("0.5", "p50"), ("0.95", "p95"), ("0.99", "p99"))
 
 
@@ -52,12 +57,17 @@ def quantiles(metric: str, where: str) -> list[tuple[str, str]]:
 
 def p95(metric: str, where: str, by: str) -> tuple[str, str]:
     """The 95th percentile of a histogram for each value of a label."""
-    return f"histogram_quantile(0.95, {rate(f'{metric}_bucket', where, f'le, {by}')})", f"{{{{{by}}}}}"
+    return f"histogram_quantile(0.95, {rate(f'{metric}_bucket', where, f'le, {by}')})", _legend(by)
 
 
 def by(metric: str, where: str, label: str) -> tuple[str, str]:
     """The rate of a counter for each value of a label."""
-    return rate(metric, where, label), f"{{{{{label}}}}}"
+    return rate(metric, where, label), _legend(label)
+
+
+def _legend(labels: str) -> str:
+    """The value of the last label."""
+    return f"{{{{{labels.rpartition(', ')[2]}}}}}"
 
 
 def ratio(part: str, whole: str, where: str) -> str:
@@ -65,10 +75,7 @@ def ratio(part: str, whole: str, where: str) -> str:
     return f"{rate(part, where)} / {rate(whole, where)}"
 
 
-KV_IN_USE = (
-    f'1 - sum by (instance) (kvferry_agent_kv_blocks{{{AGENT},state="free"}}) '
-    f"/ sum by (instance) (kvferry_agent_kv_blocks{{{AGENT}}})"
-)
+KV_IN_USE = f"kvferry_agent_kv_cache_usage_perc{{{AGENT}}}"
 
 TOKENS = (
     (rate("kvferry_agent_prompt_tokens_total", AGENT), "prompt"),
@@ -131,14 +138,16 @@ FLEET: dict[str, list[Panel]] = {
         ),
         Panel(
             title="Requests failed, 5 min",
-            series=[('max(kvferry:requests_failed:ratio_rate5m{model=~"$model"})', "")],
+            text="Share of requests that ended with a 5xx, of the model with most of them.",
+            series=[('max(kvferry:requests_failed:ratio_rate5m{model_name=~"$model"})', "")],
             unit="percentunit",
             stat=True,
             red_from=0.01,
         ),
         Panel(
-            title="First token over 2 s, 5 min",
-            series=[('max(kvferry:ttft_slow:ratio_rate5m{model=~"$model"})', "")],
+            title="First token too late, 5 min",
+            text="Share of streamed requests over --ttft-objective-s, of the model with most of them.",
+            series=[('max(kvferry:ttft_slow:ratio_rate5m{model_name=~"$model"})', "")],
             unit="percentunit",
             stat=True,
             red_from=0.05,
@@ -169,7 +178,7 @@ FLEET: dict[str, list[Panel]] = {
         ),
         Panel(
             title="Requests by model",
-            series=[by("kvferry_proxy_requests_total", AT_PROXY, "model")],
+            series=[by("kvferry_proxy_requests_total", AT_PROXY, "model_name")],
             unit="reqps",
         ),
         Panel(
@@ -186,15 +195,16 @@ FLEET: dict[str, list[Panel]] = {
         Panel(
             title=title,
             series=[
-                (f'kvferry:{name}:ratio_rate{window}{{model=~"$model"}}', f"{{{{model}}}} {window}")
+                (f'kvferry:{name}:ratio_rate{window}{{model_name=~"$model"}}', f"{{{{model_name}}}} {window}")
                 for window in ("5m", "1h", "3d")
             ],
             unit="percentunit",
+            text=f"Share of {what}, over the window in the legend.",
         )
-        for title, name in (
-            ("Requests failed", "requests_failed"),
-            ("First token over 2 s", "ttft_slow"),
-            ("Tokens over 100 ms", "tpot_slow"),
+        for title, name, what in (
+            ("Requests failed", "requests_failed", "requests that ended with a 5xx"),
+            ("First token too late", "ttft_slow", "streamed requests over --ttft-objective-s"),
+            ("Tokens too slow", "tpot_slow", "streamed requests over --tpot-objective-s"),
         )
     ],
     "Where the time goes": [
@@ -223,9 +233,9 @@ FLEET: dict[str, list[Panel]] = {
         ANSWER_TOKENS,
     ],
     "Agents": [
-        Panel(title="Running", series=[(f"kvferry_agent_num_requests_running{{{AGENT}}}", "{{instance}}")]),
-        Panel(title="Waiting", series=[(f"kvferry_agent_num_requests_waiting{{{AGENT}}}", "{{instance}}")]),
-        Panel(title="KV blocks in use", series=[(KV_IN_USE, "{{instance}}")], unit="percentunit"),
+        Panel(title="Running", series=[(f"kvferry_agent_num_requests_running{{{AGENT}}}", "{{name}}")]),
+        Panel(title="Waiting", series=[(f"kvferry_agent_num_requests_waiting{{{AGENT}}}", "{{name}}")]),
+        Panel(title="KV blocks in use", series=[(KV_IN_USE, "{{name}}")], unit="percentunit"),
         Panel(
             title="In flight at each agent",
             series=[(f"sum by (agent) (kvferry_proxy_agent_in_flight{{{OF_AGENT}}})", "{{agent}}")],
@@ -286,7 +296,7 @@ FLEET: dict[str, list[Panel]] = {
 
 TRANSFER: dict[str, list[Panel]] = {
     "Pulls": [
-        Panel(title="KV pulled", series=[by("kvferry_transfer_bytes_total", AGENT, "instance")], unit="Bps"),
+        Panel(title="KV pulled", series=[by("kvferry_transfer_bytes_total", AGENT, EACH_AGENT)], unit="Bps"),
         Panel(
             title="How long pulls take",
             series=quantiles("kvferry_transfer_pull_seconds", AGENT),
@@ -301,9 +311,9 @@ TRANSFER: dict[str, list[Panel]] = {
             title="Speed of a pull",
             series=[
                 (
-                    f"{rate('kvferry_transfer_bytes_total', AGENT, 'instance')} "
-                    f"/ {rate('kvferry_transfer_pull_seconds_sum', AGENT, 'instance')}",
-                    "{{instance}}",
+                    f"{rate('kvferry_transfer_bytes_total', AGENT, EACH_AGENT)} "
+                    f"/ {rate('kvferry_transfer_pull_seconds_sum', AGENT, EACH_AGENT)}",
+                    "{{name}}",
                 )
             ],
             unit="Bps",
@@ -339,25 +349,26 @@ TRANSFER: dict[str, list[Panel]] = {
         ),
         Panel(
             title="Waiting for room to pull into, p95",
-            series=[p95("kvferry_agent_phase_seconds", f'{AGENT},phase="pull_wait"', "instance")],
+            series=[p95("kvferry_agent_phase_seconds", f'{AGENT},phase="pull_wait"', EACH_AGENT)],
             unit="s",
         ),
     ],
     "What goes wrong": [
         FAILED_PULLS,
         Panel(
-            title="Prompts computed again", series=[by("kvferry_agent_recomputes_total", AGENT, "instance")]
+            title="Prompts computed again", series=[by("kvferry_agent_recomputes_total", AGENT, EACH_AGENT)]
         ),
         Panel(
             title="Share of prompts computed again",
+            text="Prompts that decode agents computed because pulling their KV failed.",
             series=[("kvferry:recomputes:ratio_rate10m", "recomputed")],
             unit="percentunit",
         ),
         Panel(
             title="Transfer engines rebuilt",
-            series=[by("kvferry_transfer_rebuilds_total", AGENT, "instance")],
+            series=[by("kvferry_transfer_rebuilds_total", AGENT, EACH_AGENT)],
         ),
-        Panel(title="Handshakes", series=[by("kvferry_transfer_handshakes_total", AGENT, "instance")]),
+        Panel(title="Handshakes", series=[by("kvferry_transfer_handshakes_total", AGENT, EACH_AGENT)]),
         Panel(
             title="Drops at prefill agents",
             series=[by("kvferry_proxy_drops_total", PROXY, "outcome")],
@@ -368,11 +379,11 @@ TRANSFER: dict[str, list[Panel]] = {
         LEASES_ENDED,
         Panel(
             title="Leased KV blocks",
-            series=[(f'kvferry_agent_kv_blocks{{{AGENT},state="leased"}}', "{{instance}}")],
+            series=[(f'kvferry_agent_kv_blocks{{{AGENT},state="leased"}}', "{{name}}")],
         ),
         Panel(
             title="KV blocks in quarantine",
-            series=[(f'kvferry_agent_kv_blocks{{{AGENT},state="quarantined"}}', "{{instance}}")],
+            series=[(f'kvferry_agent_kv_blocks{{{AGENT},state="quarantined"}}', "{{name}}")],
             text="Of failed pulls whose reads may still write.",
         ),
         Panel(
@@ -460,7 +471,7 @@ NODE: dict[str, list[Panel]] = {
         ),
         Panel(
             title="Memory of the API process",
-            series=[(f"process_resident_memory_bytes{{{AGENT}}}", "{{instance}}")],
+            series=[(f"process_resident_memory_bytes{{{AGENT}}}", "{{name}}")],
             unit="bytes",
         ),
     ],
@@ -509,8 +520,8 @@ def _variables(one_agent: bool) -> Iterator[dict[str, Any]]:
         "hide": 0,
     }
     for name, query, many in (
-        ("model", f"label_values(kvferry_proxy_requests_total{{{PROXY}}}, model)", True),
-        ("agent", 'label_values(kvferry_agent_steps_total{model=~"$model"}, instance)', not one_agent),
+        ("model", f"label_values(kvferry_proxy_requests_total{{{PROXY}}}, model_name)", True),
+        ("agent", 'label_values(kvferry_agent_steps_total{model_name=~"$model"}, instance)', not one_agent),
     ):
         yield {
             "name": name,
@@ -565,7 +576,7 @@ def _panel(panel: Panel, number: int, place: dict[str, int]) -> dict[str, Any]:
         "id": number,
         "type": "stat" if panel.stat else "timeseries",
         "title": panel.title,
-        "description": panel.text,
+        "description": _description(panel),
         "datasource": SOURCE,
         "gridPos": place,
         "fieldConfig": {"defaults": defaults, "overrides": []},
@@ -575,6 +586,15 @@ def _panel(panel: Panel, number: int, place: dict[str, int]) -> dict[str, Any]:
             for at, (expression, legend) in enumerate(panel.series)
         ],
     }
+
+
+def _description(panel: Panel) -> str:
+    """Its text, and what the help texts say of its metrics."""
+    helps, names = metric_helps(), dict[str, None]()
+    for expression, _ in panel.series:
+        names |= dict.fromkeys(re.findall(r"\b(?:kvferry|process)_\w+", expression))
+    shown = dict.fromkeys(helps[re.sub("_(total|bucket|sum|count)$", "", name)] for name in names)
+    return "\n\n".join(filter(None, [panel.text, *shown]))
 
 
 def _steps(panel: Panel) -> list[dict[str, Any]]:

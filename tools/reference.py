@@ -10,13 +10,15 @@ import argparse
 import sys
 from collections.abc import Iterator
 from dataclasses import MISSING
+from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from prometheus_client.metrics_core import Metric
 
 from kvferry.agent.announce.attach import SidecarConfig
-from kvferry.agent.api.metrics import AgentMetrics
+from kvferry.agent.api.metrics import VLLM_NAMES, AgentMetrics
 from kvferry.agent.config import AgentConfig
 from kvferry.agent.messages.requests import Stats
 from kvferry.agent.vllm.launch import VllmEngineConfig
@@ -29,6 +31,7 @@ from kvferry.deploy.ray import down
 from kvferry.deploy.up import UpConfig
 from kvferry.proxy.api.openapi import document
 from kvferry.proxy.config import ProxyConfig
+from kvferry.proxy.discovery.handshake_monitor import KEY_FAILURES
 from kvferry.proxy.fleet.address_rules import RejectReason
 from kvferry.proxy.fleet.fleet import Fleet, FleetSettings
 from kvferry.proxy.telemetry.collectors import AgentCollector, FleetCollector, ScalingCollector
@@ -56,7 +59,7 @@ SETTINGS: dict[str, tuple[type[Any], str]] = {
     ),
     "kvferry bench": (BenchConfig, "[How it measures](../bench.md)."),
 }
-OPEN_LABELS = ("model", "agent", "backend", "version", "python")
+OPEN_LABELS = ("model_name", "agent", "backend", "version", "python")
 """Labels whose values the code does not know."""
 PARSERS = {
     "kvferry status": status.build_parser,
@@ -125,17 +128,38 @@ def metrics_page() -> str:
         "`increase` miss none. Both pages also have the usual `process_…` metrics, of the process that "
         "serves the page; with `--workers`, of all of them.",
         "",
-        "At the proxy `model` is empty for what names no model that an agent has served; 64 models and "
-        "128 agents have series of their own. Agents' pages have neither label: Prometheus adds `model` "
-        "and `role` when it finds them through the proxy's `/nodes/targets`. The label `agent` is an "
-        "agent's `instance` there. Servers of other engines have pages of their own; [vLLM's with our "
-        "connector](../engines/vllm.md) has `vllm:kvferry_…` besides.",
+        "At the proxy `model_name` is empty for requests that name no model which an agent has served. 64 "
+        "models and 128 agents have their own series. Agents' pages do not have these labels: Prometheus "
+        "adds `model_name`, `role` and `name` when it finds the agents through the proxy's "
+        "`/nodes/targets`. The label `agent` is an agent's `instance` there. Servers of other engines have "
+        "their own pages; [vLLM's with our connector](../engines/vllm.md) also has `vllm:kvferry_…`.",
+        "",
+        "`kvferry_proxy_prompt_tokens_total` and `kvferry_proxy_generation_tokens_total` are the tokens to "
+        "bill per model: what the answers' `usage` reports, streamed or not, whichever agents and however "
+        "many attempts it took. Of a stream that broke off, or that its client left, the tokens that were "
+        "sent are counted, and its prompt if a prefill agent has computed it; of an answer that was not "
+        "streamed and did not complete, nothing.",
         "",
         "`deploy/monitoring/` has [alerts](../runbook.md) and dashboards that use them.",
     ]
     for heading, families in (("Proxy", _proxy_metrics()), ("Agents", _agent_metrics())):
         lines += ["", f"## {heading}", "", "| metric | type | labels | meaning |", "|---|---|---|---|"]
         lines += [_metric_row(family) for family in families if family.name.startswith("kvferry_")]
+    lines += [
+        "",
+        "## Agents, by vLLM's names",
+        "",
+        "An agent shows these metrics a second time, named and labelled (`model_name`, `engine`) as vLLM "
+        "does, so that dashboards and routers made for vLLM work with it:",
+        "",
+        "| vLLM | kvferry |",
+        "|---|---|",
+        *(
+            f"| `vllm:{name}` | `kvferry_agent_{ours}` |"
+            for ours, names in VLLM_NAMES.items()
+            for name in names
+        ),
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -148,10 +172,18 @@ def pages() -> dict[Path, str]:
     }
 
 
+@cache
+def metric_helps() -> dict[str, str]:
+    """Return the help text of each metric, by its name without a suffix."""
+    return {family.name: family.documentation for family in chain(_proxy_metrics(), _agent_metrics())}
+
+
 def _proxy_metrics() -> Iterator[Metric]:
     metrics = Metrics()
     for reason in RejectReason:
         metrics.rejected_pings.labels(reason.name.lower())
+    for failure in KEY_FAILURES:
+        metrics.rejected_keys.labels(failure.name.lower())
     fleet = Fleet(FleetSettings(), metrics, lambda: 0.0)
     yield from metrics.registry.collect()
     yield from FleetCollector(fleet.registry.snapshot, fleet.registry.lost, list).collect()

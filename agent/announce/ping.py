@@ -10,6 +10,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import msgspec
 import zmq
@@ -35,6 +36,8 @@ ACK_TIMEOUT_S = 3 * PING_INTERVAL_S
 """A proxy that has acknowledged nothing for so long is gone, and sends nothing either."""
 _UNREACHABLE_PINGS = 3
 """That could not be sent, in a row, before the log says so: connecting takes a moment."""
+_RECONNECT_S = 10.0
+"""ZMQ does not connect again by itself where the other side has refused this one's cluster key."""
 _MAX_RESPONSES_PER_PING = 16
 _BYE_LINGER_MS = 200
 _CLOSE_S = 0.5
@@ -65,6 +68,7 @@ class ProxyConnection:
         self._status: str | None = None
         self._unsent = 0
         """Pings in a row that could not be sent."""
+        self._reconnect_at = math.inf
         self._unreachable = "unreachable" if key is None else "unreachable, or it has another cluster key"
         self._acked_at = -math.inf
         self._acked_index = -1
@@ -79,8 +83,10 @@ class ProxyConnection:
             self._unsent += 1
             if self._unsent >= _UNREACHABLE_PINGS:
                 self._note(self._unreachable, logging.WARNING)
+            self._reconnect()
         else:
             self._unsent = 0
+            self._reconnect_at = math.inf
 
     def read_responses(self) -> None:
         """Read the responses that have come since the last ping; never waits."""
@@ -122,6 +128,17 @@ class ProxyConnection:
         closing = threading.Thread(target=self._context.term, name=f"bye-{self.address}", daemon=True)
         closing.start()
         return closing
+
+    def _reconnect(self) -> None:
+        """Connect anew, once per `_RECONNECT_S` without a connection."""
+        now = time.monotonic()
+        if self._reconnect_at == math.inf:
+            self._reconnect_at = now + _RECONNECT_S
+        elif now >= self._reconnect_at:
+            self._reconnect_at = now + _RECONNECT_S
+            with suppress(zmq.ZMQError):  # ZMQ has given it up
+                self._socket.disconnect(f"tcp://{self.address}")
+            self._socket.connect(f"tcp://{self.address}")
 
     def _note(self, status: str, level: int) -> None:
         """Log the state of the registration, once per change."""

@@ -11,8 +11,17 @@ import platform
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from itertools import accumulate
+from types import MappingProxyType
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -28,6 +37,22 @@ _PHASES = ("queue", "prefix_pull", "prefill", "pull_wait", "pull", "pull_tail", 
 _FINISH_REASONS = ("stop", "length", "abort", "error")
 _LEASE_CAUSES = ("released", "expired", "dropped", "withdrawn")
 _PROMPT_SOURCES = ("computed", "cached", "pulled", "pulled_prefix")
+VLLM_NAMES = MappingProxyType(
+    {
+        "num_requests_running": ("num_requests_running",),
+        "num_requests_waiting": ("num_requests_waiting",),
+        "kv_cache_usage_perc": ("kv_cache_usage_perc",),
+        "num_preemptions": ("num_preemptions",),
+        "prompt_tokens": ("prompt_tokens", "prefix_cache_queries"),
+        "prompt_tokens_cached": ("prefix_cache_hits",),
+        "generation_tokens": ("generation_tokens",),
+        "request_success": ("request_success",),
+        "request_prompt_tokens": ("request_prompt_tokens",),
+        "request_generation_tokens": ("request_generation_tokens",),
+        "request_queue_time_seconds": ("request_queue_time_seconds",),
+    }
+)
+"""Metrics (without `kvferry_agent_`) that are also shown as vLLM (0.32) names them (without `vllm:`)."""
 
 
 class AgentMetrics:
@@ -36,64 +61,70 @@ class AgentMetrics:
     Args:
         stats: Returns that snapshot, or None before the first.
         backends: Returns the transfer backends that work here, as far as they are known yet.
+        model: The name by which it is served.
     """
 
     def __init__(
-        self, stats: Callable[[], Stats | None], backends: Callable[[], Sequence[str]] = tuple
+        self,
+        stats: Callable[[], Stats | None],
+        backends: Callable[[], Sequence[str]] = tuple,
+        model: str = "",
     ) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call] # a second series of each counter, unused
+        self._model = model
         self.generation_tokens = 0
         """Tokens sampled here; counted with every one, so a plain number."""
         self.registry = registry = CollectorRegistry()
         info = Gauge(
-            "kvferry_agent_build_info", "1; what runs, in its labels.", ["version", "python"],
+            "kvferry_agent_build_info", "Always 1; the labels say which version runs.", ["version", "python"],
             registry=registry,
         )  # fmt: skip
         info.labels(version("kvferry"), platform.python_version()).set(1)
         self._requests = Counter(
             "kvferry_agent_requests",
-            "Finished requests by HTTP status. A client's request is one at the prefill agent and one at the "
-            "decode agent; 499: the client, or the proxy, left.",
+            "Finished requests by HTTP status. 499: the client or proxy disconnected. A client's request "
+            "counts once at its prefill agent and once at its decode agent.",
             ["status"],
             registry=registry,
         )
         self._prompt_tokens = Counter(
             "kvferry_agent_prompt_tokens",
-            "Tokens of prompts whose KV was made here: computed, or found in the prefix cache. A decode leg "
-            "counts none.",
+            "Tokens of prompts processed by this agent, computed or found in its prefix cache. Prompts whose "
+            "KV was pulled from a prefill agent are not counted.",
             registry=registry,
         )
         self._cached_tokens = Counter(
             "kvferry_agent_prompt_tokens_cached",
-            "Those of kvferry_agent_prompt_tokens_total that were found in the prefix cache.",
+            "Prompt tokens found in the prefix cache; part of kvferry_agent_prompt_tokens_total.",
             registry=registry,
         )
         self._choices = Counter(
             "kvferry_agent_request_success",
-            "Choices that ended at this agent. abort: the client, or the proxy, left; error: they failed.",
+            "Finished choices by finish reason. abort: the client or proxy disconnected.",
             ["finished_reason"],
             registry=registry,
         )
         self._prompt_length = Histogram(
             "kvferry_agent_request_prompt_tokens",
-            "Tokens of a prompt, of the prompts of kvferry_agent_prompt_tokens_total.",
+            "Tokens per prompt, of the prompts in kvferry_agent_prompt_tokens_total.",
             buckets=_TOKEN_BUCKETS,
             registry=registry,
         )
         self.answer_tokens = Histogram(
             "kvferry_agent_request_generation_tokens",
-            "Tokens of an answer, all choices together and all legs, where it ended.",
+            "Generated tokens per request, of all its choices. Counted at the agent where the request ended.",
             buckets=_TOKEN_BUCKETS,
             registry=registry,
         )
         self._queue_time = Histogram(
             "kvferry_agent_request_queue_time_seconds",
-            "How long a leg waited for its first step, or for room to pull into.",
+            "Time that a request waited in the agent's queue before its first step or its pull.",
             buckets=_PHASE_BUCKETS_S,
             registry=registry,
         )
         self._phases = Histogram(
             "kvferry_agent_phase_seconds",
-            "Where the time of a leg went, by phase; only phases that the leg had.",
+            "Time that requests spent in each phase at this agent. Skipped phases are not counted.",
             ["phase"],
             buckets=_PHASE_BUCKETS_S,
             registry=registry,
@@ -128,7 +159,24 @@ class AgentMetrics:
 
     def render(self) -> bytes:
         """The page, in Prometheus's text format."""
-        return generate_latest(self.registry)
+        return generate_latest(self.registry) + generate_latest(_VllmNames(self.registry, self._model))
+
+
+class _VllmNames(Collector):
+    """Metrics once more as vLLM names and labels them: for the panels and routers that are made for it."""
+
+    def __init__(self, ours: Collector, model: str) -> None:
+        self._ours = ours
+        self._labels = {"model_name": model, "engine": "0"}
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._ours.collect():
+            for name in VLLM_NAMES.get(metric.name.removeprefix("kvferry_agent_"), ()):
+                renamed = Metric(f"vllm:{name}", metric.documentation, metric.type)
+                for sample in metric.samples:
+                    suffix = sample.name.removeprefix(metric.name)
+                    renamed.add_sample(renamed.name + suffix, sample.labels | self._labels, sample.value)
+                yield renamed
 
 
 class _TokenCollector(Collector):
@@ -140,8 +188,8 @@ class _TokenCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         yield CounterMetricFamily(
             "kvferry_agent_generation_tokens",
-            "Tokens sampled here, token 1 of an answer by the prefill agent; the sum over agents is what "
-            "clients got, and what was lost with agents.",
+            "Tokens sampled by this agent. The first token of an answer is sampled by the prefill agent, the "
+            "others by the decode agent.",
             self._metrics.generation_tokens,
         )
 
@@ -149,25 +197,25 @@ class _TokenCollector(Collector):
 def _capacity_metrics(capacity: Capacity) -> Iterator[Metric]:
     """Yield what the engine has measured of itself; of gauges only those that it knows yet."""
     yield CounterMetricFamily(
-        "kvferry_agent_prefill_seconds", "Seconds of steps that went into prompts.", capacity.prefill_s
+        "kvferry_agent_prefill_seconds", "Time that the engine spent on prompts.", capacity.prefill_s
     )
     yield GaugeMetricFamily(
         "kvferry_agent_decode_slots",
-        "Sequences that can be decoded at once: as many as may run, and as the KV blocks hold of the length "
-        "seen lately.",
+        "Sequences that can be decoded at once, limited by --max-num-seqs and by the KV blocks for sequences "
+        "of the recent length.",
         capacity.slots,
     )
     if capacity.backlog_s is not None:
         yield GaugeMetricFamily(
             "kvferry_agent_prefill_backlog_seconds",
-            "Seconds that the prompts which are here will still take. Absent until one was computed.",
+            "Time needed to compute the prompts that are queued or running here. Absent until one was "
+            "computed.",
             capacity.backlog_s,
         )
     if capacity.step_s is not None and capacity.sequence_s is not None:
         yield GaugeMetricFamily(
             "kvferry_agent_full_step_seconds",
-            "What a step of decoding takes with all slots in use, by a fit to the steps seen lately. Absent "
-            "until some were.",
+            "Estimated time of a decode step with all slots in use. Absent until enough steps were measured.",
             capacity.step_s + capacity.slots * capacity.sequence_s,
         )
 
@@ -185,12 +233,19 @@ class _EngineCollector(Collector):
             return
         plane = stats.plane
         yield GaugeMetricFamily(
-            "kvferry_agent_num_requests_running", "Sequences in the running batch.", stats.running
+            "kvferry_agent_num_requests_running", "Sequences that are running.", stats.running
         )
         yield GaugeMetricFamily(
-            "kvferry_agent_num_requests_waiting", "Requests waiting for room.", stats.waiting
+            "kvferry_agent_num_requests_waiting",
+            "Requests waiting for a slot or for KV blocks.",
+            stats.waiting,
         )
-        blocks = GaugeMetricFamily("kvferry_agent_kv_blocks", "KV blocks by state.", labels=["state"])
+        blocks = GaugeMetricFamily(
+            "kvferry_agent_kv_blocks",
+            "KV blocks by state. leased: kept for a decode agent that reads them; quarantined: of a failed "
+            "pull that may still be written to.",
+            labels=["state"],
+        )
         for state, count in (
             ("free", stats.blocks_free),
             ("used", stats.blocks_used),
@@ -199,45 +254,58 @@ class _EngineCollector(Collector):
         ):
             blocks.add_metric([state], count)
         yield blocks
+        yield GaugeMetricFamily(
+            "kvferry_agent_kv_cache_usage_perc",
+            "Share of the KV blocks that is not free, 0 to 1.",
+            1 - stats.blocks_free / stats.blocks_total if stats.blocks_total else 0.0,
+        )
         if stats.capacity is not None:
             yield from _capacity_metrics(stats.capacity)
         for name, text, value in (
             ("agent_steps", "Engine steps.", stats.steps),
-            ("agent_num_preemptions", "Sequences that lost their blocks to others.", stats.preemptions),
+            ("agent_num_preemptions", "Sequences preempted to free KV blocks for others.", stats.preemptions),
             (
                 "agent_recomputes",
-                "Prompts computed here because their KV could not be pulled.",
+                "Prompts computed by this decode agent because pulling their KV failed.",
                 stats.recomputes,
             ),
-            ("agent_integrity_errors", "Audits of an allocator that failed.", stats.integrity_errors),
-            ("transfer_pulls", "KV pulls that were proven valid.", plane.pulls),
+            (
+                "agent_integrity_errors",
+                "Failed self-checks of the KV allocator.",
+                stats.integrity_errors,
+            ),
+            ("transfer_pulls", "Successful KV pulls.", plane.pulls),
             (
                 "transfer_streamed_pulls",
-                "Those that had blocks before the prefill had ended.",
+                "Successful KV pulls that began before the prefill had finished.",
                 plane.streamed_pulls,
             ),
-            ("transfer_bytes", "Bytes of KV pulled.", plane.pull_bytes),
-            ("transfer_descriptors", "Descriptors posted for pulls.", plane.pull_descriptors),
+            ("transfer_bytes", "Bytes of KV pulled from prefill agents.", plane.pull_bytes),
+            ("transfer_descriptors", "Contiguous memory regions read by KV pulls.", plane.pull_descriptors),
             (
                 "transfer_verify_seconds",
-                "Seconds spent on checking pulled KV, part of pulling.",
+                "Time spent on verifying pulled KV (--verify-kv); part of kvferry_transfer_pull_seconds.",
                 plane.verify_seconds,
             ),
-            ("transfer_rebuilds", "Transfer engines destroyed and opened anew.", plane.rebuilds),
-            ("transfer_handshakes", "Handshakes with other agents.", plane.handshakes),
+            (
+                "transfer_rebuilds",
+                "Transfer backends reopened after failed pulls.",
+                plane.rebuilds,
+            ),
+            ("transfer_handshakes", "Connections set up with other agents for transfers.", plane.handshakes),
             (
                 "transfer_prefix_loans",
-                "Times that part of the prefix cache was lent to another agent.",
+                "Times that KV of this agent's prefix cache was leased to a prefill agent.",
                 plane.prefix_loans,
             ),
             (
                 "transfer_prefix_pulls",
-                "Times that another agent was asked for part of its cache.",
+                "Times that this agent asked another one for KV of its prefix cache.",
                 plane.prefix_pulls,
             ),
             (
                 "transfer_prefix_pull_bytes",
-                "Bytes of KV so pulled, apart from other pulls.",
+                "Bytes of KV pulled from other agents' prefix caches; not in kvferry_transfer_bytes_total.",
                 plane.prefix_pull_bytes,
             ),
         ):
@@ -245,28 +313,30 @@ class _EngineCollector(Collector):
         for name, text, label, values, counts in (
             (
                 "transfer_failures",
-                "Failed KV pulls by reason; the log has a line for each.",
+                "Failed KV pulls by reason. The agent's log has a line for each.",
                 "reason",
                 PULL_FAILURE_REASONS,
                 plane.pull_failures,
             ),
             (
                 "transfer_prefix_pull_failures",
-                "Pulls from another agent's cache that failed, by reason.",
+                "Failed pulls from other agents' prefix caches, by reason.",
                 "reason",
                 PULL_FAILURE_REASONS,
                 plane.prefix_pull_failures,
             ),
             (
                 "agent_prompt_tokens_by_source",
-                "Prompt tokens by where their KV came from.",
+                "Prompt tokens by the origin of their KV: computed, from the prefix cache (cached), pulled "
+                "from a prefill agent, or from another agent's prefix cache (pulled_prefix).",
                 "source",
                 _PROMPT_SOURCES,
                 stats.prompt_tokens,
             ),
             (
                 "transfer_leases_ended",
-                "Leases that ended, by cause.",
+                "Leases on KV of this agent that ended, by cause. released: the reader has read it; expired: "
+                "the reader stopped renewing it; dropped: the proxy gave it up; withdrawn: this agent did.",
                 "cause",
                 _LEASE_CAUSES,
                 plane.leases_ended,
@@ -281,7 +351,7 @@ class _EngineCollector(Collector):
     def _pull_times(self, times: dict[str, PullTimes]) -> Metric:
         family = HistogramMetricFamily(
             "kvferry_transfer_pull_seconds",
-            "From the first read of a pull to the proof that what was read is valid, by backend.",
+            "Duration of KV pulls, including the check that what was read is valid, by backend.",
             labels=["backend"],
         )
         bounds = [*map(str, PULL_SECONDS_BOUNDS), "+Inf"]

@@ -142,6 +142,7 @@ class _Agent:
         self._metrics = AgentMetrics(
             lambda: self._engine.stats,
             lambda: self._engine.ready.transfers if self._engine.ready else (),
+            config.model_name,
         )
         self._membership = Membership(
             config.proxy, self._registration, key=key, asked_to_drain=self._stop.make

@@ -155,7 +155,7 @@ def _layer_cache(name: str, cache: torch.Tensor, spec: Any, shape: RankShape) ->
         heads, total_heads = range(shape.tp_rank, shape.tp_rank + 1), shape.tp_size
     return LayerCache(
         view=LayerView(
-            name=digest(Purpose.VLLM_LAYERS, name, size=8),
+            name=digest(Purpose.VLLM_LAYER, name, size=8),
             tensor=view if planes > 1 else view[:, 0],
             planes=planes,
             heads=heads,

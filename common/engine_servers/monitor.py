@@ -27,6 +27,7 @@ import msgspec
 from kvferry.common.engine_servers import atom
 from kvferry.common.engine_servers.description import StaticNode
 from kvferry.common.engine_servers.probe import EngineDown, ProbeResult, probe
+from kvferry.common.telemetry.recurring_warnings import RecurringWarnings
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +76,7 @@ class HealthMonitor:
         self.down_reason: str | None = "not probed yet"
         """Why it is down, or None while it is up."""
         self._publish = publish
+        self._warnings = RecurringWarnings(logger)
         self._latest: ServerUp | None = None
         """Of the incarnation that is up; None while it is down."""
         self._started_at: float | None = None
@@ -101,10 +103,12 @@ class HealthMonitor:
         """Publish the server as a probe has shown it. Raises `EngineDown` if it is not the one described."""
         server = described(self.server, result.info)
         if self._latest is not None and self._was_restarted(result):
-            self.end("was restarted")
+            logger.warning("%s was restarted", self.server.address)
+            self._end()
         if self._latest is None:
             incarnation = secrets.token_hex(8)
             logger.info("%s is up: %s, incarnation %s", self.server.address, result.model, incarnation)
+            self._warnings.over("down", self.server.address)
         else:
             incarnation = self._latest.incarnation
         self._num_failed = 0
@@ -118,16 +122,17 @@ class HealthMonitor:
         """Count a failed probe. The server stays up for a while: under load, many are slow."""
         self._num_failed += 1
         if down.refused or self._num_failed >= MAX_FAILED_PROBES:
-            self.end(f"is down: {down}")
+            self._end()
         if self._latest is None:
             self.down_reason = str(down)
+            address, role = self.server.address, self.server.role
+            self._warnings.warn("down", address, "the %s server %s is down: %s", role, address, down)
         else:
             self._found(self._latest)
 
-    def end(self, reason: str) -> None:
+    def _end(self) -> None:
         """Publish the end of the incarnation that is up, if one is."""
         if self._latest is not None:
-            logger.warning("%s %s", self.server.address, reason)
             self._publish(ServerDown(incarnation=self._latest.incarnation))
             self._latest = None
 

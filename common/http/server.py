@@ -28,6 +28,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from kvferry.common.http.browser_guard import BrowserGuard
+from kvferry.common.telemetry.recurring_warnings import RecurringWarnings
 
 MAX_HEAD_BYTES = 64 * 1024
 """Of a request's line and headers. The parser has no limit; one header costs it the square of its size."""
@@ -48,6 +49,8 @@ waits for the whole turn, and reading costs up to ten times as much as usual whe
 MAX_UNREAD_BYTES_HELD = 512 * 1024 * 1024
 """Of all responses of one process, what was written for clients that do not read."""
 CANCEL_TIMEOUT_S = 2.0
+ZMQ_GREETING = b"\xff\0\0\0\0\0\0\0\1\x7f"
+"""What ZMQ sends first."""
 HANDSHAKE_S = 0.1
 """For connections that are being established when the server stops."""
 COLLECTION_THRESHOLD = 10_000
@@ -175,6 +178,7 @@ class ServerBounds:
         self._partial: dict[GuardedConnection, int] = {}
         """Bytes of bodies that have not arrived completely; the one that began first is in front."""
         self.turns = _Turns()
+        self.warnings = RecurringWarnings(logger)
         self._unread_room = max_unread_bytes
         self._unread: dict[GuardedConnection, int] = {}
         """Bytes written for clients that do not read, when they were last counted."""
@@ -321,6 +325,7 @@ class GuardedConnection(HttpToolsProtocol):
                 data = data[self._feed(now) :]
             except httptools.HttpParserError:
                 if not self.transport.is_closing():
+                    self._warn_of_agent(now)
                     self._reject(400, "bad_request", "this is not HTTP")
             if self.transport.is_closing():
                 return
@@ -333,6 +338,12 @@ class GuardedConnection(HttpToolsProtocol):
             if not self._head_room:
                 self._reject(431, "head_too_large", f"the request's head exceeds {MAX_HEAD_BYTES} bytes")
                 return
+
+    def _warn_of_agent(self, data: bytes) -> None:
+        """Warn if what is not HTTP is an agent that tries to register at this port."""
+        if data.startswith(ZMQ_GREETING) and self.client is not None:
+            message = "an agent on %s has this HTTP port as --proxy; it needs the discovery port"
+            self._bounds.warnings.warn("not HTTP", self.client[0], message, self.client[0])
 
     def _feed(self, data: bytes) -> int:
         """Feed the parser; return how many bytes it took. Raises `HttpParserError`.

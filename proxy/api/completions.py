@@ -28,8 +28,8 @@ from kvferry.proxy.errors import (
 )
 from kvferry.proxy.exchange.exchange import Exchange
 from kvferry.proxy.http.client_connection import ClientResponse, Receive, Scope
-from kvferry.proxy.ids import Endpoint, Identity, RandomBytes, RequestId, new_identity, request_id_from
-from kvferry.proxy.request import ClientRequest, check_encoding, parse_request, salted
+from kvferry.proxy.ids import Api, Endpoint, Identity, RandomBytes, RequestId, new_identity, request_id_from
+from kvferry.proxy.request import ClientRequest, ReportedUsage, check_encoding, parse_request, salted
 from kvferry.proxy.telemetry.history import FailureLog
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.telemetry.request_log import Phase, RequestLog
@@ -55,11 +55,11 @@ PARSE_TIMEOUT_S = 30.0
 
 NewExchange = Callable[[ClientRequest, Identity, RequestLog], Exchange]
 
-ENDPOINTS: dict[str, Endpoint] = {
+APIS: dict[str, Api] = {
     "/v1/completions": "completions",
     "/v1/chat/completions": "chat/completions",
-    messages.PATH: "chat/completions",
-    responses.PATH: "chat/completions",
+    messages.PATH: "messages",
+    responses.PATH: "responses",
 }
 
 
@@ -121,8 +121,7 @@ class Completions:
         if isinstance(client, ProxyError):
             send_error(response, request_id, client, translation)
         else:
-            endpoint = ENDPOINTS[scope["path"]]
-            log = self._begin(endpoint, scope["path"], request_id, headers)
+            log = self._begin(scope["path"], request_id, headers)
             await self._serve(log, headers, response, receive, client, translation)
 
     def _authorize(self, scope: Scope, headers: dict[bytes, bytes]) -> Client | ProxyError:
@@ -138,9 +137,7 @@ class Completions:
             return WrongMethod(f"{method} is not allowed for this path", allowed="POST")
         return client
 
-    def _begin(
-        self, endpoint: Endpoint, path: str, request_id: RequestId, headers: dict[bytes, bytes]
-    ) -> RequestLog:
+    def _begin(self, path: str, request_id: RequestId, headers: dict[bytes, bytes]) -> RequestLog:
         """The log of a request, with its trace where traces are on."""
         trace, arrived_at = None, time.monotonic()
         if self._tracing is not None:
@@ -149,7 +146,7 @@ class Completions:
             span = self._tracing.serve(f"POST {path}", arrived_at, parent, about)
             trace = RequestTrace(span, arrived_at)
         return RequestLog(
-            endpoint, request_id, self._metrics, self._failures, self._timelines, trace, arrived_at
+            APIS[path], request_id, self._metrics, self._failures, self._timelines, trace, arrived_at
         )
 
     async def _serve(
@@ -162,6 +159,7 @@ class Completions:
         translation: Translation | None,
     ) -> None:
         """Serve one request. A client that disconnects cancels this task; so does a proxy that stops."""
+        endpoint: Endpoint = "completions" if log.api == "completions" else "chat/completions"
         writer = ResponseWriter(response, log, translation)
         tokens: TokenReservation | None = None
         exchange: Exchange | None = None
@@ -172,15 +170,15 @@ class Completions:
                 rate_limit.admit(time.monotonic())
             raw = await self._body(headers, response, receive)
             salt_key = None if self._share_prefixes else client.salt_key
-            parse = partial(_parse_body, log.endpoint, raw, translation, salt_key)
+            parse = partial(_parse_body, endpoint, raw, translation, salt_key)
             request = await self._run_beside(len(raw), parse)
             if rate_limit.counts_tokens:
                 context = self._max_model_len(request.model)
                 tokens = TokenReservation(rate_limit, request, context, time.monotonic())
-                request = writer.count_tokens(request)
+            request = writer.count_tokens(request)
             log.set_request(request, show_prompt=self._log_prompts)
             ids = new_identity(
-                log.endpoint,
+                endpoint,
                 log.request_id,
                 request.seed,
                 _text(headers.get(b"traceparent")),
@@ -210,10 +208,15 @@ class Completions:
             else:
                 writer.fail(ProxyError("internal error of the proxy"))
         finally:
+            sent = max(log.num_events, exchange.num_tokens if exchange is not None else 0)
+            if writer.usage is not None:
+                log.count_tokens(writer.usage)
+            elif exchange is not None and sent:  # of a stream that broke off
+                log.count_tokens(ReportedUsage(exchange.prompt_tokens, sent))
             if tokens is not None:
                 end = RequestEnd(
                     usage=writer.usage,
-                    sent=max(log.num_events, exchange.num_tokens if exchange is not None else 0),
+                    sent=sent,
                     unseen=writer.may_have_more,
                     refused=refused,
                     leg_seconds=log.leg_seconds(),

@@ -11,7 +11,7 @@ import msgspec
 
 from kvferry.common.http.server import Header
 from kvferry.proxy import sse
-from kvferry.proxy.errors import ProxyError
+from kvferry.proxy.errors import AgentError, ProxyError, agent_error
 from kvferry.proxy.exchange.legs import PausableSource
 from kvferry.proxy.http.client_connection import ClientResponse
 from kvferry.proxy.ids import RequestId
@@ -19,8 +19,6 @@ from kvferry.proxy.request import ClientRequest, ReportedUsage, reported_usage, 
 from kvferry.proxy.telemetry.metrics import CLIENT_LEFT
 from kvferry.proxy.telemetry.request_log import RequestLog
 
-AGENT_ERROR = 502
-"""The status logged for an error event that an agent wrote."""
 STREAM_HEADERS: tuple[Header, ...] = (
     (b"content-type", sse.CONTENT_TYPE.encode()),
     (b"cache-control", b"no-cache"),
@@ -58,8 +56,7 @@ class ResponseWriter:
         self._is_paused = False
         self._whole: tuple[str, bytes] | None = None
         self.usage: ReportedUsage | None = None
-        """What the response says of its tokens, if they are counted."""
-        self._counts_tokens = False
+        """What the response says of its tokens."""
         self._hides_usage = False
         """Whether the client has not asked for the usage at the end of its stream."""
         self._streams = False
@@ -67,8 +64,8 @@ class ResponseWriter:
         """Whether anything was sent: from then on a failure can no longer be an HTTP status."""
         self.include_timing = False
         """Whether a stream's last event reports how long each leg took."""
-        self._status = 200
-        self._code: str | None = None
+        self._outcome: tuple[int, str | None, str | None] = (200, None, None)
+        """How a stream ends, as it is logged: the status, and an error's code and message."""
         self._is_done = False
         """Whether `[DONE]` was sent. Many clients disconnect on it, without waiting for the body's end."""
         response.on_pause = self._on_pause
@@ -79,7 +76,7 @@ class ResponseWriter:
 
     def write_event(self, event: bytes) -> None:
         """Write one event of a token, by the shortest path."""
-        if not self.is_started or self.include_timing or self._counts_tokens or self._rewriter is not None:
+        if not self.is_started or self.include_timing or self._rewriter is not None:
             self.write(event)
         else:
             self._log.event(event)
@@ -87,10 +84,9 @@ class ResponseWriter:
 
     def write(self, events: bytes) -> None:
         """Write one or more whole events."""
-        if self._counts_tokens:
-            events = self._read_usage(events)
-            if not events:
-                return
+        events = self._read_usage(events)
+        if not events:
+            return
         if not self.is_started:
             self.is_started = True
             self._response.start(200, (*STREAM_HEADERS, *self._headers()))
@@ -98,7 +94,7 @@ class ResponseWriter:
         if self.include_timing:
             events = sse.with_leg_times(events, self._log.leg_seconds())
         if sse.has_error(events):
-            self._status, self._code = AGENT_ERROR, "agent_error"
+            self._outcome = _outcome(events)
         self._is_done = events.endswith(sse.DONE)
         if self._rewriter is not None:
             events = self._rewriter.events(events)
@@ -119,16 +115,14 @@ class ResponseWriter:
     @property
     def num_unprepared(self) -> int:
         """How many bytes `prepare` has to work on."""
-        is_read = self._rewriter is not None or self._counts_tokens
-        return len(self._whole[1]) if is_read and self._whole is not None else 0
+        return 0 if self._whole is None else len(self._whole[1])
 
     def prepare(self) -> None:
         """Make a whole response what `end` is to send. May run in a thread. Raises `BadResponse`."""
         if self._whole is None:
             return
         content_type, body = self._whole
-        if self._counts_tokens:
-            self.usage = reported_usage(body)
+        self.usage = reported_usage(body)
         if self._rewriter is not None:
             self._whole = content_type, self._rewriter.whole(body)
 
@@ -136,7 +130,7 @@ class ResponseWriter:
         """End the response, or send a whole one (see `prepare`), and end its request."""
         if self._whole is None:
             self._response.end()
-            self._log.end(self._status, self._code)
+            self._log.end(*self._outcome)
             return
         content_type, body = self._whole
         self._log.end(200)
@@ -146,26 +140,29 @@ class ResponseWriter:
     def fail(self, error: ProxyError) -> None:
         """End the request by an error: as an HTTP status, or in a started stream as an event and `[DONE]`."""
         if not self.is_started:
-            self._log.end(error.status, error.code)
+            self._log.end(error.status, error.code, error.message)
             send_error(self._response, self._log.request_id, error, self._rewriter)
             return
         self.write(sse.event(error.body()) + sse.DONE)
-        self._status, self._code = error.status, error.code
+        self._outcome = error.status, error.code, error.message
         self.end()
 
     def client_left(self) -> None:
         """End the request of a client that has disconnected; after `[DONE]` it counts as served."""
         if self._is_done:
-            self._log.end(self._status, self._code)
+            self._log.end(*self._outcome)
         elif self._response.was_dropped:
             self._log.end(503, "too_many_bodies")
         else:
             self._log.end(CLIENT_LEFT, "client_left")
 
     def count_tokens(self, request: ClientRequest) -> ClientRequest:
-        """Read the response's usage; returns the request, which asks for it."""
-        self._counts_tokens, self._streams = True, request.stream
-        if not request.stream or request.include_usage:
+        """Read the response's usage; returns the request, which asks for it.
+
+        Not that of a stream with running counts and no usage at its end, which our agents refuse.
+        """
+        self._streams = request.stream
+        if not request.stream or request.include_usage or request.continuous_usage:
             return request
         self._hides_usage = True
         return with_usage(request)
@@ -185,7 +182,10 @@ class ResponseWriter:
         for event in sse.split(events):
             usage = reported_usage(sse.data(event) or b"") if sse.has_empty_choices(event) else None
             self.usage = usage or self.usage
-            shown.append(_without_usage(event) if usage is not None and self._hides_usage else event)
+            if usage is None or not self._hides_usage:
+                shown.append(event)
+            elif sse.TIMING in event:
+                shown.append(_without_usage(event))
         return b"".join(shown)
 
     def _headers(self) -> tuple[Header, Header]:
@@ -198,11 +198,19 @@ class ResponseWriter:
             (source.pause if paused else source.resume)()
 
 
+def _outcome(events: bytes) -> tuple[int, str, str]:
+    """The status, code and message of an error event that an agent wrote."""
+    event = next(sse.split(events[events.index(sse.ERROR_EVENT) :]))
+    error = agent_error(sse.data(event) or b"") or AgentError()
+    status = 400 if error.type == "invalid_request_error" else 502
+    return status, str(error.code or "agent_error"), error.message
+
+
 def _without_usage(event: bytes) -> bytes:
-    """An event without choices, without its usage; nothing if it has no timing either."""
+    """An event without its usage."""
     members = msgspec.json.decode(sse.data(event) or b"{}", type=dict[str, msgspec.Raw])
     del members["usage"]
-    return sse.event(members) if "kvferry_timing" in members else b""
+    return sse.event(members)
 
 
 def send_error(

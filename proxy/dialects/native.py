@@ -423,13 +423,10 @@ def _chunk_choice(
 
 def _chunk(sub: SubRequest, choices: list[dict[str, Any]]) -> dict[str, Any]:
     request = sub.request
-    chunk: dict[str, Any] = {
+    return {
         "id": sub.ids.answer_id,
         "object": "chat.completion.chunk" if request.chat else "text_completion",
         "created": sub.ids.created,
         "model": request.model,
         "choices": choices,
     }
-    if request.include_usage:
-        chunk["usage"] = None
-    return chunk

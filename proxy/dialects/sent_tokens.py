@@ -24,7 +24,7 @@ from kvferry.proxy.wire.kv_params import FirstToken
 MARK = b": t "
 MAX_LINES_BYTES = 16 * 1024 * 1024
 """Of the token lines of one stream: a million tokens and more."""
-_END_LINE = b": t end\n"
+END_LINE = b": t end\n"
 _ONLY_CHOICE = b": t 0 "
 # A line break within an event's data is escaped, so every line that begins like this is a token line.
 _TOKEN_LINES = re.compile(rb"^: t .*\n\n?", re.MULTILINE)
@@ -65,7 +65,7 @@ class SentTokens:
     @property
     def complete(self) -> bool:
         """Whether the client has the end of every choice; of our agents' streams, everything but `[DONE]`."""
-        return self._lines.endswith(_END_LINE)
+        return self._lines.endswith(END_LINE)
 
     @property
     def num_held(self) -> int:
@@ -75,7 +75,7 @@ class SentTokens:
     @property
     def ids(self) -> bytes:
         """The ids of the only choice, as the inside of a JSON list."""
-        lines = self._lines.removesuffix(_END_LINE)
+        lines = self._lines.removesuffix(END_LINE)
         return bytes(lines[len(_ONLY_CHOICE) : -1].replace(b"\n" + _ONLY_CHOICE, b","))
 
     @property
@@ -122,7 +122,7 @@ class SentTokens:
     def end(self) -> None:
         """Note that the client has the end of every choice. Idempotent."""
         if not self.complete:
-            self._lines += _END_LINE
+            self._lines += END_LINE
 
     def begin(self, tokens: Sequence[FirstToken]) -> frozenset[int]:
         """Note token 1 of every choice, none where the prefill's response ended them all; returns the choices

@@ -18,9 +18,10 @@ from kvferry.common.curve import ClusterKey
 from kvferry.common.engine_servers.description import StaticNode
 from kvferry.common.engine_servers.monitor import HealthMonitor, ServerDown, ServerUp
 from kvferry.common.http.tls import client_context
+from kvferry.common.telemetry.recurring_warnings import RecurringWarnings
+from kvferry.proxy.discovery.fleet_warnings import FleetWarnings
 from kvferry.proxy.discovery.ping_listener import PingListener
 from kvferry.proxy.discovery.pinged_servers import PingedServers
-from kvferry.proxy.fleet.address_rules import RejectReason
 from kvferry.proxy.fleet.registry import Registry
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.wire.engine_servers import registration_of
@@ -89,7 +90,8 @@ class Discovery:
             try:
                 port = listener.bind(self._settings.host, self._settings.port)
                 async with asyncio.TaskGroup() as tasks:
-                    running = [tasks.create_task(listener.run())]
+                    warnings = FleetWarnings(self._registry, self._clock)
+                    running = [tasks.create_task(listener.run()), tasks.create_task(warnings.run())]
                     running += [tasks.create_task(monitor.run(http)) for monitor in self._monitors]
                     try:
                         yield port
@@ -106,7 +108,7 @@ class _Updates:
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
-        self._rejected: RejectReason | None = None
+        self._warnings = RecurringWarnings(logger)
 
     def __call__(self, found: ServerUp | ServerDown) -> None:
         message = registration_of(found)
@@ -114,9 +116,9 @@ class _Updates:
             self._registry.bye(message.incarnation)
             return
         rejected = self._registry.register(message, reads_acks=False)
-        if rejected is not None and rejected != self._rejected:
-            logger.warning("configured server %s is rejected: %s", message.address, rejected.value)
-        self._rejected = rejected
+        if rejected is not None:
+            text = "the named server %s is rejected: %s"
+            self._warnings.warn(rejected.name, message.address, text, message.address, rejected.value)
 
 
 def _http(agent_ca: Path | None) -> aiohttp.ClientSession:

@@ -13,8 +13,14 @@ import zmq.asyncio
 
 from kvferry.common.addresses import check_dialable, host_port
 from kvferry.common.curve import ClusterKey, CurveAuthenticator
+from kvferry.common.telemetry.recurring_warnings import RecurringWarnings
 from kvferry.proxy.dialects import atom, vllm_moriio
-from kvferry.proxy.fleet.address_rules import RejectReason
+from kvferry.proxy.discovery.handshake_monitor import (
+    KEY_FAILURES,
+    HandshakeFailure,
+    watching_handshakes,
+)
+from kvferry.proxy.fleet.address_rules import MAX_ADDRESS_CHARS, RejectReason
 from kvferry.proxy.fleet.registry import Registry
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.wire import registration as wire
@@ -23,6 +29,10 @@ from kvferry.proxy.wire.dialects import NATIVE_DIALECT
 logger = logging.getLogger(__name__)
 
 HIGH_WATER_MARK = 1024
+UNKNOWN_HOST_AFTER = 10
+"""Failures of which none's host is known, in a row, before they are logged without one."""
+_LASTING = (RejectReason.ADDRESS, RejectReason.PLAINTEXT, RejectReason.FULL)
+"""Why a ping is rejected that will be rejected again."""
 
 
 class PingListener:
@@ -46,6 +56,12 @@ class PingListener:
         self._metrics = metrics
         for reason in RejectReason:  # so that a first one is seen as an increase
             metrics.rejected_pings.labels(reason.name.lower())
+        for failure in KEY_FAILURES:
+            metrics.rejected_keys.labels(failure.name.lower())
+        self._warnings = RecurringWarnings(logger)
+        self._num_unknown = 0
+        """Failures to connect in a row of hosts that are not known."""
+        self._has_key = key is not None
         self._proxy_id = proxy_id
         self._in_flight = in_flight
         self._complete = complete
@@ -80,19 +96,36 @@ class PingListener:
 
     async def run(self) -> None:
         """Serve until cancelled."""
-        while True:
-            frames = await self._socket.recv_multipart()
+        with watching_handshakes(
+            self._socket, self._context, has_key=self._has_key, report=self.handshake_failed
+        ):
+            while True:
+                await self._serve_one(await self._socket.recv_multipart())
+
+    async def _serve_one(self, frames: list[bytes]) -> None:
+        try:
+            response = self.handle(frames)
+        except Exception:
+            self._metrics.bad_pings.inc()
+            logger.exception("internal error while handling a ping")
+            return
+        if response is not None:
             try:
-                response = self.handle(frames)
-            except Exception:
-                self._metrics.bad_pings.inc()
-                logger.exception("internal error while handling a ping")
-                continue
-            if response is not None:
-                try:
-                    await self._socket.send_multipart([frames[0], response], flags=zmq.NOBLOCK)
-                except zmq.Again:
-                    logger.debug("an agent does not read its acks")
+                await self._socket.send_multipart([frames[0], response], flags=zmq.NOBLOCK)
+            except zmq.Again:
+                logger.debug("an agent does not read its acks")
+
+    def handshake_failed(self, failure: HandshakeFailure, host: str | None) -> None:
+        """Count a peer that could not connect, and warn of it."""
+        if failure in KEY_FAILURES:
+            self._metrics.rejected_keys.labels(failure.name.lower()).inc()
+        else:
+            self._metrics.bad_pings.inc()
+        self._num_unknown = 0 if host else self._num_unknown + 1
+        if host is not None:
+            self._warnings.warn(failure.name, host, "%s cannot register an agent: %s", host, failure.value)
+        elif self._num_unknown >= UNKNOWN_HOST_AFTER:
+            self._warnings.warn(failure.name, "", "a host cannot register an agent: %s", failure.value)
 
     def close(self) -> None:
         """Close the socket and its context. Idempotent."""
@@ -127,6 +160,8 @@ class PingListener:
         rejected = self._registry.register(message, reads_acks=foreign is None)
         if rejected is not None:
             self._metrics.rejected_pings.labels(rejected.name.lower()).inc()
+        if rejected in _LASTING:
+            self._warn_of(message, rejected)
         if foreign is not None:
             return None  # other engines do not read responses
         if rejected is not None:
@@ -139,9 +174,14 @@ class PingListener:
         )
         return wire.encode(ack)
 
+    def _warn_of(self, info: wire.Register | wire.OtherRegister, reason: RejectReason) -> None:
+        address = info.address[:MAX_ADDRESS_CHARS]
+        self._warnings.warn(reason.name, address, "agent %s is rejected: %s", address, reason.value)
+
     def _reject_version(self, info: wire.OtherRegister) -> bytes:
         reason = RejectReason.VERSION
         self._registry.reject_version(info)
+        self._warn_of(info, reason)
         self._metrics.rejected_pings.labels(reason.name.lower()).inc()
         return wire.encode(wire.Rejected(reason=reason.value))
 

@@ -13,6 +13,7 @@ import aiohttp
 import msgspec
 
 from kvferry.common.engine_servers.probe import EngineDown, ProbeResult, probe
+from kvferry.common.telemetry.recurring_warnings import RecurringWarnings
 from kvferry.proxy.wire.engine_servers import load_of
 from kvferry.proxy.wire.registration import Register
 
@@ -47,6 +48,7 @@ class PingedServers:
         self._clock = clock
         self._servers: OrderedDict[str, _Pinged] = OrderedDict()
         self._probes: set[asyncio.Task[None]] = set()
+        self._warnings = RecurringWarnings(logger, clock)
 
     def complete(self, info: Register) -> Register:
         """Return the registration with the result of the last probe; `starting` unless that succeeded.
@@ -90,8 +92,9 @@ class PingedServers:
         try:
             server.result = await probe(self._http, address)
         except EngineDown as down:
-            logger.info("%s pings, but is down: %s", address, down)
+            self._warnings.warn("down", address, "%s pings, but is down: %s", address, down)
             server.result = None
         else:
+            self._warnings.over("down", address)
             # One that does not report its steps never counts as stalled.
             server.steps = server.steps + 1 if server.result.steps is None else server.result.steps

@@ -75,7 +75,7 @@ from kvferry.proxy.exchange.sub_requests import (
 from kvferry.proxy.fleet.routing.routing_request import PrefixLender
 from kvferry.proxy.http.pool import UpstreamPool, UpstreamResponse
 from kvferry.proxy.ids import Identity, RandomBytes, new_transfer_id
-from kvferry.proxy.request import ClientRequest
+from kvferry.proxy.request import ClientRequest, reported_usage
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.telemetry.request_log import Phase, RequestLog
 from kvferry.proxy.wire.registration import Incarnation, Register
@@ -123,6 +123,8 @@ class RequestState:
     sent: Sequence[SentTokens]
     kept: KeptResponses | None = None
     """Of a request with several parts."""
+    prompt_tokens: dict[int, int] = field(default_factory=dict)
+    """By prompt, as its first prefill has reported."""
 
     @property
     def begun(self) -> bool:
@@ -390,7 +392,7 @@ class SubExchange:
                 async with self._legs.open_prefill(server, leg) as response:
                     raw = await response.read()
                     self._note_timing("prefill", response)
-                    read = partial(dialect.read_prefill, self._sub, raw)
+                    read = partial(self._read_prefill, raw)
                     prefilled = await self._context.upstream.read_beside(len(raw), read)
             except AgentRejected:
                 self._is_pinned = False
@@ -408,6 +410,12 @@ class SubExchange:
             self._context.kv_endpoints.learn(self._endpoints, prefilled.kv_endpoint, now())
         self._attempt.prefilled()
         return prefilled
+
+    def _read_prefill(self, raw: bytes) -> Prefilled:
+        usage = reported_usage(raw)
+        if usage is not None:
+            self._attempt.state.prompt_tokens.setdefault(self._sub.prompt, usage.prompt_tokens)
+        return self._dialect.read_prefill(self._sub, raw)
 
     async def _decode(
         self, prefilled: Prefilled, kv_endpoint: KvEndpoint | None, lease: LeaseCheck | None = None

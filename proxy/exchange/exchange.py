@@ -105,6 +105,11 @@ class Exchange:
         """How many tokens of a stream the client has, as far as agents have said."""
         return sum(sent.num_tokens for sent in self._state.sent)
 
+    @property
+    def prompt_tokens(self) -> int:
+        """The tokens of the prompts whose prefill legs have ended."""
+        return sum(self._state.prompt_tokens.values())
+
     async def run(self, sink: ResponseSink) -> None:
         """Give `sink` the whole response. Raises `ProxyError`, maybe when `sink` has events already."""
         try:

@@ -15,7 +15,7 @@ import msgspec
 from kvferry.proxy import sse
 from kvferry.proxy.dialects import native
 from kvferry.proxy.dialects.base import Prefilled, SubRequest
-from kvferry.proxy.dialects.sent_tokens import MARK, SentTokens
+from kvferry.proxy.dialects.sent_tokens import END_LINE, MARK, SentTokens
 from kvferry.proxy.errors import NOT_JSON, AgentLost, AgentRejected, BadResponse, agent_error
 from kvferry.proxy.exchange.sub_requests import SubResponse
 from kvferry.proxy.wire.registration import Incarnation, Register
@@ -73,9 +73,10 @@ class RelayedResponse(SubResponse):
             piece.startswith(MARK)
             and piece.endswith(sse.END_OF_EVENT)
             and piece.count(b"\n") == 3
+            and not piece.startswith(END_LINE)
             and self._scanner.between_events
         ):
-            # One event behind its line. It is neither `[DONE]` nor an error: those come without a line.
+            # One event of a token behind its line: `[DONE]` and errors come without one.
             self._write_event(self._sent.strip_one(piece))
         elif not self._scanner.done:
             self._pass_on(self._scanner.feed(piece))

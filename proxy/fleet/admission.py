@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from kvferry.proxy.errors import Overloaded
 from kvferry.proxy.fleet.routing.load import Slots
 from kvferry.proxy.fleet.routing.routing_request import NoPair, Pair, RoutingRequest
-from kvferry.proxy.telemetry.metrics import Metrics
+from kvferry.proxy.telemetry.metrics import Metrics, ModelMetrics
 from kvferry.proxy.wire.registration import Incarnation
 
 MAX_RETRY_AFTER_S = 30
@@ -60,6 +60,7 @@ class Reservation:
 class _Waiter:
     request: RoutingRequest
     route: Route
+    metrics: ModelMetrics
     since: float
     granted: asyncio.Future[Reservation | NoPair]
 
@@ -109,7 +110,8 @@ class Admission:
         if self.waiting >= self._max_waiting and not first:
             raise self._overloaded("queue_full", "all agents are busy, and too many requests wait for them")
         loop = asyncio.get_running_loop()
-        waiter = _Waiter(request, route, loop.time(), loop.create_future())
+        metrics = self._metrics.of_model(request.model)
+        waiter = _Waiter(request, route, metrics, loop.time(), loop.create_future())
         self._join(waiter, first)
         try:
             async with asyncio.timeout_at(by):
@@ -117,7 +119,7 @@ class Admission:
         except TimeoutError:
             raise self._overloaded("queue_timeout", "all agents were busy for too long") from None
         finally:
-            self._metrics.queue_wait.observe(loop.time() - waiter.since)
+            metrics.queue_wait.observe(loop.time() - waiter.since)
 
     def free(self, agent: Incarnation, count: int) -> None:
         """Release slots, and admit waiting requests that fit now."""
@@ -176,14 +178,14 @@ class Admission:
             queue.appendleft(waiter)
         else:
             queue.append(waiter)
-        self._metrics.queue_length.set(self.waiting)
+        self._metrics.queue_length.add(waiter.metrics.model, 1)
 
     def _leave(self, waiter: _Waiter) -> None:
         queue = self._queues[waiter.request.model]
         queue.remove(waiter)
         if not queue:
             del self._queues[waiter.request.model]
-        self._metrics.queue_length.set(self.waiting)
+        self._metrics.queue_length.add(waiter.metrics.model, -1)
 
     def _overloaded(self, reason: str, message: str) -> Overloaded:
         """Count a rejection; its `Retry-After` is how long the first in the queue has been waiting."""

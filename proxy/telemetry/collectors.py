@@ -5,10 +5,8 @@ to scale by.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from itertools import islice
 from urllib.parse import urlsplit
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -16,17 +14,10 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from kvferry.proxy.fleet.fleet import Fleet
-from kvferry.proxy.fleet.pairing import Mismatch, reason
+from kvferry.proxy.fleet.pairing import Mismatch
 from kvferry.proxy.fleet.registry import ROLES
-from kvferry.proxy.fleet.snapshot import (
-    MAX_PAIRINGS,
-    NodeState,
-    Snapshot,
-    count_incompatible,
-    incompatible_pairs,
-)
-
-logger = logging.getLogger(__name__)
+from kvferry.proxy.fleet.snapshot import NodeState, Snapshot, count_incompatible
+from kvferry.proxy.telemetry.metrics import MODEL
 
 MAX_LABELLED_AGENTS = 128
 """Agents with series of their own on the metrics page."""
@@ -34,8 +25,6 @@ MAX_LABELLED_AGENTS = 128
 
 class FleetCollector(Collector):
     """Gauges of the fleet, counted when asked for: they change by the passing of time too.
-
-    The labels are words; the log has the sentence that belongs to a refused pairing, when it is first seen.
 
     Args:
         lost: How many agents of each role were lost, kept up to date.
@@ -51,12 +40,11 @@ class FleetCollector(Collector):
         self._snapshot = snapshot
         self._lost = lost
         self._down = down
-        self._logged: set[Mismatch] = set()
 
     def collect(self) -> Iterable[Metric]:
         snapshot = self._snapshot()
         nodes = GaugeMetricFamily(
-            "kvferry_proxy_nodes", "Agents by role and state.", labels=["role", "state"]
+            "kvferry_proxy_nodes", "Registered agents by role and state.", labels=["role", "state"]
         )
         by_state = Counter((node.info.role, node.state) for node in snapshot.nodes)
         for role in ROLES:
@@ -64,16 +52,17 @@ class FleetCollector(Collector):
                 nodes.add_metric([role, state], by_state[role, state])
         yield nodes
         refused = GaugeMetricFamily(
-            "kvferry_proxy_refused_pairings", "Pairs of agents that cannot serve together.", labels=["reason"]
+            "kvferry_proxy_refused_pairings",
+            "Pairs of a prefill and a decode agent of one model that cannot serve together, by reason.",
+            labels=["reason"],
         )
         by_reason = count_incompatible(snapshot)
         for why in Mismatch:
             refused.add_metric([why.name.lower()], by_reason[why])
-        self._log_refused(snapshot, {why for why in Mismatch if by_reason[why]})
         yield refused
         lost = CounterMetricFamily(
             "kvferry_proxy_agents_lost",
-            "Agents that went without a word of it, killed or cut off, by role.",
+            "Agents that disappeared without deregistering, by role.",
             labels=["role"],
         )
         for role in ROLES:
@@ -81,24 +70,9 @@ class FleetCollector(Collector):
         yield lost
         yield GaugeMetricFamily(
             "kvferry_proxy_named_servers_down",
-            "Servers named by flags or a file that are down.",
+            "Servers named with --prefill, --decode or --nodes that are down.",
             len(self._down()),
         )
-
-    def _log_refused(self, snapshot: Snapshot, reasons: set[Mismatch]) -> None:
-        """Log an example of each reason that was not there when last asked."""
-        new, self._logged = reasons - self._logged, reasons
-        if not new:
-            return
-        for prefill, decode, why in islice(incompatible_pairs(snapshot), MAX_PAIRINGS):
-            if why in new:
-                new.remove(why)
-                logger.warning(
-                    "agents %s and %s cannot serve together: %s",
-                    prefill.address,
-                    decode.address,
-                    reason(prefill, decode, why),
-                )
 
 
 class AgentCollector(Collector):
@@ -116,14 +90,17 @@ class AgentCollector(Collector):
             legs[agent, "succeeded"] += counts.succeeded
             legs[agent, "failed"] += counts.failed
         held = GaugeMetricFamily(
-            "kvferry_proxy_agent_in_flight", "Sequences of this proxy at each agent.", labels=["agent"]
+            "kvferry_proxy_agent_in_flight",
+            "Sequences that this proxy is running at each agent.",
+            labels=["agent"],
         )
         for agent, count in in_flight.items():
             held.add_metric([agent], count)
         yield held
         ended = CounterMetricFamily(
             "kvferry_proxy_agent_legs",
-            "Legs at each agent by how they ended: succeeded as they should, failed by the agent's fault.",
+            "Finished requests of this proxy to each agent. failed: the agent failed or did not answer in "
+            "time. Rejected and cancelled requests are not counted.",
             labels=["agent", "outcome"],
         )
         for labels, count in legs.items():
@@ -140,21 +117,21 @@ class ScalingCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         backlog = GaugeMetricFamily(
             "kvferry_proxy_prefill_backlog_seconds",
-            "Seconds of one prefill agent's work in this proxy's prompts that are not computed yet, waiting "
-            "or sent. Absent until agents have measured what a prompt takes.",
-            labels=["model"],
+            "Seconds that one prefill agent would need for this proxy's prompts that are not computed yet. "
+            "Absent until agents have measured how fast they compute prompts.",
+            labels=[MODEL],
         )
         pressure = GaugeMetricFamily(
             "kvferry_proxy_decode_pressure",
-            "This proxy's sequences, waiting or sent, over the slots of all decode agents in rotation. "
-            "Absent while an agent does not say how many it has.",
-            labels=["model"],
+            "This proxy's sequences, waiting or running, divided by the slots of all decode agents in "
+            "rotation. Over 1, some have to wait. Absent while an agent does not report its slots.",
+            labels=[MODEL],
         )
         wanted = GaugeMetricFamily(
             "kvferry_proxy_wanted_agents",
-            "Agents that the requests which arrive at this proxy would keep busy all the time, by role. "
-            "Absent until agents have measured what a request takes.",
-            labels=["model", "role"],
+            "Number of agents needed for the requests that arrive at this proxy, by role. "
+            "Absent until agents have measured how long a request takes.",
+            labels=[MODEL, "role"],
         )
         for model, signals in self._fleet.scaling_signals().items():
             if signals.prefill_backlog_s is not None:

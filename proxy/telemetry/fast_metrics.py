@@ -8,7 +8,8 @@ request more than its routing. For one event loop: no lock.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import ClassVar
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -52,35 +53,23 @@ class BucketCounts:
         return made
 
 
-class Histogram(BucketCounts, Collector):
-    """One histogram without labels."""
-
-    __slots__ = ("_help", "_name")
-
-    def __init__(self, name: str, documentation: str, bounds: Sequence[float]) -> None:
-        super().__init__(bounds)
-        self._name = name
-        self._help = documentation
-
-    def collect(self) -> Iterable[Metric]:
-        family = HistogramMetricFamily(self._name, self._help)
-        family.add_metric([], self.buckets(), self.sum)
-        yield family
-
-
 class LabelledHistogram(Collector):
-    """One histogram for each value of a label, which must be few; those of `values` from the start."""
+    """One histogram for each value of a label, which must be few.
+
+    Args:
+        labels: One label, or several; a value is then a tuple.
+    """
 
     def __init__(
-        self, name: str, documentation: str, label: str, bounds: Sequence[float], values: Iterable[str] = ()
+        self, name: str, documentation: str, labels: str | tuple[str, ...], bounds: Sequence[float]
     ) -> None:
         self._name = name
         self._help = documentation
-        self._label = label
+        self._labels = (labels,) if isinstance(labels, str) else labels
         self._bounds = bounds
-        self._by_value = {value: BucketCounts(bounds) for value in values}
+        self._by_value: dict[Value, BucketCounts] = {}
 
-    def of(self, value: str) -> BucketCounts:
+    def of(self, value: Value) -> BucketCounts:
         """Return the histogram of one value."""
         found = self._by_value.get(value)
         if found is None:
@@ -93,9 +82,9 @@ class LabelledHistogram(Collector):
         return list(map(sum, zip(none, *(each.counts() for each in self._by_value.values()), strict=True)))
 
     def collect(self) -> Iterable[Metric]:
-        family = HistogramMetricFamily(self._name, self._help, labels=[self._label])
+        family = HistogramMetricFamily(self._name, self._help, labels=self._labels)
         for value, counts in self._by_value.items():
-            family.add_metric([value], counts.buckets(), counts.sum)
+            family.add_metric(_label_values(value), counts.buckets(), counts.sum)
         yield family
 
 
@@ -121,14 +110,14 @@ class LabelledGauge(Collector):
         """Count so many more, or fewer."""
         self._counts[value] = self._counts.get(value, 0) + count
 
-    def counts(self) -> dict[str, int]:
-        """Return the count of each value of the one label, but for those of which there are none."""
-        return {str(value): count for value, count in self._counts.items() if count}
+    def counts(self) -> Mapping[Value, int]:
+        """Return the count of each value, also where there are none."""
+        return MappingProxyType(self._counts)
 
     def collect(self) -> Iterable[Metric]:
         family = self.family(self._name, self._help, labels=self._labels)
         for value, count in self._counts.items():
-            family.add_metric((value,) if isinstance(value, str) else value, count)
+            family.add_metric(_label_values(value), count)
         yield family
 
 
@@ -136,6 +125,10 @@ class LabelledCounter(LabelledGauge):
     """How many there have been of each value of a label, which must be few."""
 
     family = CounterMetricFamily
+
+
+def _label_values(value: Value) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else value
 
 
 def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> float | None:

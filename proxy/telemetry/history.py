@@ -33,6 +33,7 @@ class Failure:
     endpoint: str
     status: int
     code: str
+    message: str
     model: str
     request_id: str
 

@@ -2,33 +2,42 @@
 """The proxy's Prometheus metrics (docs/reference/metrics.md), in a registry of their own.
 
 Names are vLLM's where they mean the same. Everything that may be counted is shown from the start, what has
-the label `model` from the first ping of an agent that serves it: Prometheus cannot see a series grow that
-begins to exist with its first count. Values of labels are short words, of which there are few.
+the label `model_name` from the first ping of an agent that serves it: Prometheus cannot see a series grow
+that begins to exist with its first count. Values of labels are short words, of which there are few.
 """
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections import Counter as Count
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from itertools import chain, zip_longest
 from operator import add, sub
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
-from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from kvferry.proxy.telemetry.fast_metrics import (
     BucketCounts,
-    Histogram,
     LabelledCounter,
     LabelledGauge,
     LabelledHistogram,
 )
 from kvferry.proxy.wire.dialects import FOREIGN_DIALECTS
+
+C = TypeVar("C", bound=Collector)
 
 CLIENT_LEFT = 499
 """The status of a request whose client left before its end."""
@@ -41,11 +50,14 @@ _TOTAL_BUCKETS = (0.01, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 30
 MAX_MODELS = 64
 """Models with series of their own."""
 PHASES = ("route", "prefill", "decode_wait", "decode")
-_ENDPOINTS = ("completions", "chat/completions")
+MODEL = "model_name"
+"""The label, as vLLM names it."""
+_APIS = ("completions", "chat/completions", "messages", "responses")
 _STATUSES = (200, 400, 404, 429, CLIENT_LEFT, 500, 502, 503, 504)
 _LEGS = ("prefill", "decode")
 _REJECTIONS = ("queue_full", "queue_timeout")
 _DROPS = ("delivered", "failed", "overflow")
+_OBJECTIVES = ("ttft", "tpot")
 _VERDICTS = ("proven", "vouched", "unproven", "suspect", "contradicted")
 
 
@@ -126,22 +138,30 @@ class MetricFamily(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ModelMetrics(NamedTuple):
-    """What is counted with every request for one model, looked up once."""
+    """What is counted with every request for one model, looked up once. `phases`: by phase."""
 
     model: str
     ttft: BucketCounts
     tpot: BucketCounts
     itl: BucketCounts
     e2e: BucketCounts
+    queue_wait: BucketCounts
+    phases: Mapping[str, BucketCounts]
 
 
 class Metrics:
     """Everything that is counted. Requests are those of the completion endpoints.
 
-    The label `model` is empty for what names no model that an agent has served, and beyond `MAX_MODELS`.
+    The label `model_name` is empty for what names no model that an agent has served, and beyond `MAX_MODELS`.
+
+    Args:
+        ttft_objective_s: As `ProxyConfig` describes it, as is the other one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, ttft_objective_s: float = 2.0, tpot_objective_s: float = 0.1) -> None:
+        self.ttft_objective_s = ttft_objective_s
+        self.tpot_objective_s = tpot_objective_s
+        disable_created_metrics()  # type: ignore[no-untyped-call] # a second series of each counter, unused
         self.events = 0
         """Events of streams that went to clients; counted with every one, so a plain number."""
         self._num_ended = 0
@@ -150,124 +170,187 @@ class Metrics:
         self._num_rejected = 0
         self.registry = registry = CollectorRegistry()
         info = Gauge(
-            "kvferry_proxy_build_info", "1; what runs, in its labels.", ["version", "python"],
+            "kvferry_proxy_build_info", "Always 1; the labels say which version runs.", ["version", "python"],
             registry=registry,
         )  # fmt: skip
         info.labels(version("kvferry"), platform.python_version()).set(1)
-        self.requests = LabelledCounter(
-            "kvferry_proxy_requests",
-            "Requests by how they ended; 499: the client left.",
-            ("endpoint", "model", "status"),
+        self.requests = self._register(
+            LabelledCounter(
+                "kvferry_proxy_requests",
+                "Finished requests by HTTP status. 499: the client disconnected. An error in a stream counts "
+                "with the status that it would have had.",
+                ("endpoint", MODEL, "status"),
+            )
         )
-        registry.register(self.requests)
-        self.in_flight = LabelledGauge(
-            "kvferry_proxy_requests_in_flight", "Requests now in each phase.", "phase", PHASES
+        self.in_flight = self._register(
+            LabelledGauge(
+                "kvferry_proxy_requests_in_flight",
+                "Requests being served, by phase. A request has no model until its body has been read.",
+                ("phase", MODEL),
+            )
         )
-        registry.register(self.in_flight)
-        registry.register(_EventCollector(self))
-        self.ttft = LabelledHistogram(
-            "kvferry_proxy_time_to_first_token_seconds",
-            "From a streamed request's arrival to its first text.",
-            "model",
-            TTFT_BUCKETS,
+        self._register(_EventCollector(self))
+        self.prompt_tokens = self._register(
+            LabelledCounter(
+                "kvferry_proxy_prompt_tokens",
+                "Prompt tokens of answered requests, as their usage reports. Retried requests count once.",
+                MODEL,
+            )
         )
-        registry.register(self.ttft)
-        self.tpot = LabelledHistogram(
-            "kvferry_proxy_request_time_per_output_token_seconds",
-            "Mean time per event of a choice after the first, per streamed request.",
-            "model",
-            TOKEN_BUCKETS,
+        self.generation_tokens = self._register(
+            LabelledCounter(
+                "kvferry_proxy_generation_tokens",
+                "Generated tokens of answered requests, as their usage reports. A stream that breaks off "
+                "counts the tokens sent to the client.",
+                MODEL,
+            )
         )
-        registry.register(self.tpot)
-        self.itl = LabelledHistogram(
-            "kvferry_proxy_inter_token_latency_seconds",
-            "Time between arrivals of events within a stream.",
-            "model",
-            TOKEN_BUCKETS,
+        self.ttft = self._register(
+            LabelledHistogram(
+                "kvferry_proxy_time_to_first_token_seconds",
+                "Time from the arrival of a streamed request to the first text sent to the client.",
+                MODEL,
+                TTFT_BUCKETS,
+            )
         )
-        registry.register(self.itl)
-        self.e2e = LabelledHistogram(
-            "kvferry_proxy_e2e_request_latency_seconds",
-            "From a request's arrival to the end of its answer.",
-            "model",
-            _TOTAL_BUCKETS,
+        self.tpot = self._register(
+            LabelledHistogram(
+                "kvferry_proxy_request_time_per_output_token_seconds",
+                "Mean time between the tokens of a choice after the first one, per streamed request.",
+                MODEL,
+                TOKEN_BUCKETS,
+            )
         )
-        registry.register(self.e2e)
-        self.phases = LabelledHistogram(
-            "kvferry_proxy_phase_seconds",
-            "Where requests spend their time.",
-            "phase",
-            PHASE_BUCKETS,
-            PHASES,
+        self.missed_objectives = self._register(
+            LabelledCounter(
+                "kvferry_proxy_missed_objectives",
+                "Streamed requests that were slower than an objective: their first token than "
+                "--ttft-objective-s (ttft), or their mean time per token than --tpot-objective-s (tpot).",
+                ("objective", MODEL),
+            )
         )
-        registry.register(self.phases)
+        self.itl = self._register(
+            LabelledHistogram(
+                "kvferry_proxy_inter_token_latency_seconds",
+                "Time between two consecutive events of a stream.",
+                MODEL,
+                TOKEN_BUCKETS,
+            )
+        )
+        self.e2e = self._register(
+            LabelledHistogram(
+                "kvferry_proxy_e2e_request_latency_seconds",
+                "Time from the arrival of a request to the end of its answer.",
+                MODEL,
+                _TOTAL_BUCKETS,
+            )
+        )
+        self.phases = self._register(
+            LabelledHistogram(
+                "kvferry_proxy_phase_seconds",
+                "Time that requests spend in each phase: waiting for agents (route), prefill, waiting for "
+                "the first event of the decode agent (decode_wait), decode.",
+                ("phase", MODEL),
+                PHASE_BUCKETS,
+            )
+        )
         self.decode_only = Counter(
             "kvferry_proxy_decode_only_requests",
             "Requests given to a decode agent alone because no prefill agent was ready.",
             registry=registry,
         )
         self.retries = Counter(
-            "kvferry_proxy_retries", "Requests given to another pair, by the leg that was lost.", ["leg"],
+            "kvferry_proxy_retries",
+            "Requests sent to another pair of agents after one agent failed, by the leg that failed.",
+            ["leg"],
             registry=registry,
-        )  # fmt: skip
+        )
         self.migrations = Counter(
             "kvferry_proxy_migrations",
-            "Streams that broke in mid-answer and went on elsewhere.",
+            "Streams that lost their agent after the first token and were continued by another one.",
             registry=registry,
         )
         self.streamed_pulls = Counter(
-            "kvferry_proxy_streamed_pulls", "Decode legs that were sent together with their prefill legs.",
+            "kvferry_proxy_streamed_pulls",
+            "Decode legs sent at the same time as their prefill leg, so that KV is pulled during prefill.",
             registry=registry,
-        )  # fmt: skip
+        )
         self.prefix_sources = Counter(
-            "kvferry_proxy_prefix_sources", "Prefill legs that named an agent to pull the beginning from.",
+            "kvferry_proxy_prefix_sources",
+            "Prefill legs that were to pull the first part of their prompt's KV from another agent's cache.",
             registry=registry,
-        )  # fmt: skip
+        )
         self.retries_denied = Counter(
-            "kvferry_proxy_retries_denied", "Retries that the retry budget did not allow.", registry=registry
+            "kvferry_proxy_retries_denied",
+            "Retries that were not made because the retry budget was used up.",
+            registry=registry,
         )
         self.suspect_requests = Counter(
             "kvferry_proxy_suspect_requests",
-            "Requests that were given to no other agent, for agents were lost while they served them.",
+            "Requests that were not retried because several agents failed while serving them.",
             registry=registry,
         )
-        self.queue_length = Gauge(
-            "kvferry_proxy_num_requests_waiting",
-            "Requests that wait for an agent with room.",
-            registry=registry,
+        self.queue_length = self._register(
+            LabelledGauge(
+                "kvferry_proxy_num_requests_waiting",
+                "Requests in the proxy's queue: every agent that fits is full.",
+                MODEL,
+            )
         )
-        self.queue_wait = Histogram(
-            "kvferry_proxy_queue_wait_seconds",
-            "How long requests waited for an agent with room, of those that had to.",
-            PHASE_BUCKETS,
+        self.queue_wait = self._register(
+            LabelledHistogram(
+                "kvferry_proxy_queue_wait_seconds",
+                "Time that requests spent in the proxy's queue. Requests that did not wait are not counted.",
+                MODEL,
+                PHASE_BUCKETS,
+            )
         )
-        registry.register(self.queue_wait)
         self.rejections = Counter(
-            "kvferry_proxy_rejections", "Requests rejected because all agents were busy.", ["reason"],
+            "kvferry_proxy_rejections",
+            "Requests rejected with 429 because all agents were full: the queue was full (queue_full), or "
+            "the request waited longer than --queue-timeout-s (queue_timeout).",
+            ["reason"],
             registry=registry,
-        )  # fmt: skip
+        )
         self.drops = Counter(
-            "kvferry_proxy_drops", "Transfers dropped at the prefill agent, by outcome.", ["outcome"],
+            "kvferry_proxy_drops",
+            "Requests to prefill agents to free KV that is not needed any more, by outcome. overflow: not "
+            "sent, as too many were waiting.",
+            ["outcome"],
             registry=registry,
-        )  # fmt: skip
+        )
         self.prompts_recomputed = Counter(
             "kvferry_proxy_prompts_recomputed",
-            "Prompts that another engine's decode server computed again, as its partner handed nothing over.",
+            "Prompts that another engine's decode server computed again because it got no KV.",
             ["dialect"],
             registry=registry,
         )
-        self.leases = LabelledCounter(
-            "kvferry_proxy_leases_judged",
-            "Decode legs of other engines by what is known of the KV that they read.",
-            "verdict",
-            _VERDICTS,
+        self.leases = self._register(
+            LabelledCounter(
+                "kvferry_proxy_leases_judged",
+                "Decode legs of other engines, by how certain it is that the KV they read was still valid.",
+                "verdict",
+                _VERDICTS,
+            )
         )
-        registry.register(self.leases)
         self.bad_pings = Counter(
-            "kvferry_proxy_bad_pings", "Discovery frames that were dropped.", registry=registry
+            "kvferry_proxy_bad_pings",
+            "Messages on the discovery port that were dropped because they are not valid pings.",
+            registry=registry,
         )
         self.rejected_pings = Counter(
-            "kvferry_proxy_rejected_pings", "Agents' pings that were rejected.", ["reason"], registry=registry
+            "kvferry_proxy_rejected_pings",
+            "Valid pings of agents that were rejected, by reason.",
+            ["reason"],
+            registry=registry,
+        )
+        self.rejected_keys = Counter(
+            "kvferry_proxy_rejected_cluster_keys",
+            "Connections to the discovery port that were rejected for their cluster key, by reason: another "
+            "key than the proxy's (other_key), none (no_key), or one where the proxy has none "
+            "(unexpected_key). An agent tries again every few seconds.",
+            ["reason"],
+            registry=registry,
         )
         for counter, words in (
             (self.retries, _LEGS),
@@ -283,7 +366,7 @@ class Metrics:
 
     def add_collector(self, collector: Collector) -> None:
         """Show what `collector` collects too, from now on."""
-        self.registry.register(collector)
+        self._register(collector)
 
     def families(self) -> list[MetricFamily]:
         """Return all metrics as they are now."""
@@ -298,14 +381,14 @@ class Metrics:
         """Return where requests for a model are counted."""
         return self._models.get(model, self._unserved)
 
-    def ended(self, endpoint: str, status: int, model: str = "") -> None:
+    def ended(self, api: str, status: int, model: str = "") -> None:
         """Count a request that has ended; `model` is that of its `ModelMetrics`."""
         self._num_ended += 1
         if status >= 400 and status != CLIENT_LEFT:
             self._num_failed += 1
             self._num_rejected += status == TOO_MANY_REQUESTS
             self._num_client_errors += status < 500 and status != TOO_MANY_REQUESTS
-        self.requests.add((endpoint, model, str(status)), 1)
+        self.requests.add((api, model, str(status)), 1)
 
     def totals(self) -> Totals:
         """Return what has been counted up to now."""
@@ -317,26 +400,46 @@ class Metrics:
             rejected=self._num_rejected,
             retries=_value(self.retries),
             migrations=_value(self.migrations),
-            queued=_value(self.queue_length),
+            queued=sum(self.queue_length.counts().values()),
             ttft=self.ttft.counts(),
             tpot=self.tpot.counts(),
             queue_wait=self.queue_wait.counts(),
         )
 
     def requests_in_flight(self) -> dict[str, int]:
-        """Return the requests now in each phase that any request has been in."""
-        return self.in_flight.counts()
+        """Return the requests now in each phase."""
+        requests = Count[str]()
+        for value, count in self.in_flight.counts().items():
+            requests[value[0]] += count
+        return +requests
 
     def exposition(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
+    def _register(self, collector: C) -> C:
+        self.registry.register(collector)
+        return collector
+
     def _add_model(self, model: str) -> ModelMetrics:
-        for endpoint in _ENDPOINTS:
+        for api in _APIS:
             for status in _STATUSES:
-                self.requests.add((endpoint, model, str(status)), 0)
-        of = (histogram.of(model) for histogram in (self.ttft, self.tpot, self.itl, self.e2e))
-        return ModelMetrics(model, *of)
+                self.requests.add((api, model, str(status)), 0)
+        for phase in PHASES:
+            self.in_flight.add((phase, model), 0)
+        for objective in _OBJECTIVES:
+            self.missed_objectives.add((objective, model), 0)
+        for counted in (self.queue_length, self.prompt_tokens, self.generation_tokens):
+            counted.add(model, 0)
+        return ModelMetrics(
+            model=model,
+            ttft=self.ttft.of(model),
+            tpot=self.tpot.of(model),
+            itl=self.itl.of(model),
+            e2e=self.e2e.of(model),
+            queue_wait=self.queue_wait.of(model),
+            phases={phase: self.phases.of((phase, model)) for phase in PHASES},
+        )
 
 
 class _EventCollector(Collector):
@@ -348,25 +451,18 @@ class _EventCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         yield CounterMetricFamily(
             "kvferry_proxy_stream_events",
-            "Events of streams that went to clients, about one for each token.",
+            "Server-sent events that were sent to clients; most carry one token.",
             self._metrics.events,
         )
 
 
 # Of several processes the first start, the lowest limit, and one and the same build.
-_NO_SUMS = ("_created", "process_start_time_seconds", "process_max_fds", "_build_info")
+_NO_SUMS = ("process_start_time_seconds", "process_max_fds", "_build_info")
 
 
-def _value(metric: Counter | Gauge) -> int:
+def _value(counter: Counter) -> int:
     """The sum over all labels."""
-    return int(
-        sum(
-            sample.value
-            for family in metric.collect()
-            for sample in family.samples
-            if not sample.name.endswith("_created")
-        )
-    )
+    return int(sum(sample.value for family in counter.collect() for sample in family.samples))
 
 
 def sum_families(groups: Iterable[Sequence[MetricFamily]]) -> list[MetricFamily]:

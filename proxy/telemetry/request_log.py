@@ -13,8 +13,8 @@ from kvferry.common.state_machine import transition
 from kvferry.common.telemetry.logs import Facts
 from kvferry.proxy import sse
 from kvferry.proxy.fleet.routing.routing_request import Pair
-from kvferry.proxy.ids import Endpoint, RequestId, TransferId
-from kvferry.proxy.request import ClientRequest
+from kvferry.proxy.ids import Api, RequestId, TransferId
+from kvferry.proxy.request import ClientRequest, ReportedUsage
 from kvferry.proxy.telemetry.history import Failure, FailureLog
 from kvferry.proxy.telemetry.metrics import CLIENT_LEFT, Metrics
 from kvferry.proxy.telemetry.request_trace import RequestTrace
@@ -26,6 +26,8 @@ MAX_AGENT_TIMINGS = 16
 """Of one agent's `Server-Timing` that are passed on."""
 _AGENT_TIMING = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,31};dur=[0-9]{1,9}(\.[0-9]{1,6})?")
 MAX_MODEL_CHARS = 100
+MAX_ERROR_CHARS = 300
+"""Of an error's message, which may quote a part of the request."""
 MAX_PROMPT_CHARS = 4096
 
 
@@ -68,7 +70,7 @@ class RequestLog:
 
     def __init__(
         self,
-        endpoint: Endpoint,
+        api: Api,
         request_id: RequestId,
         metrics: Metrics,
         failures: FailureLog,
@@ -76,7 +78,7 @@ class RequestLog:
         trace: RequestTrace | None = None,
         arrived_at: float | None = None,
     ) -> None:
-        self.endpoint = endpoint
+        self.api = api
         self.request_id = request_id
         self.phase = Phase.ROUTE
         self.arrived_at = time.monotonic() if arrived_at is None else arrived_at
@@ -84,7 +86,7 @@ class RequestLog:
         self.trace_id = None if trace is None else trace.trace_id
         self._metrics = metrics
         self._failures = failures
-        self._timeline = timelines.begin(request_id, endpoint, self.arrived_at)
+        self._timeline = timelines.begin(request_id, api, self.arrived_at)
         self._timeline.enter(self.phase, self.arrived_at)
         self._phase_since = self.arrived_at
         self._seconds: dict[Phase, float] = {}
@@ -98,24 +100,30 @@ class RequestLog:
         self._first_text_at: float | None = None
         self._first_event_at: float | None = None
         self._last_event_at: float | None = None
-        metrics.in_flight.add(self.phase, 1)
+        metrics.in_flight.add((self.phase, ""), 1)
 
     def enter(self, phase: Phase) -> None:
         """Move on to `phase`. Raises `IllegalTransition` when the table does not allow it."""
-        before, metrics, now = self.phase, self._metrics, time.monotonic()
+        before, in_flight, of_model = self.phase, self._metrics.in_flight, self._model_metrics
+        now = time.monotonic()
         self.phase = transition(self.request_id, PHASE_TRANSITIONS, before, phase)
         spent = now - self._phase_since
         self._phase_since = now
         self._timeline.enter(phase, now)
         self._seconds[before] = self._seconds.get(before, 0.0) + spent
-        metrics.phases.of(before).observe(spent)
-        metrics.in_flight.add(before, -1)
+        of_model.phases[before].observe(spent)
+        in_flight.add((before, of_model.model), -1)
         if phase is not Phase.ENDED:
-            metrics.in_flight.add(phase, 1)
+            in_flight.add((phase, of_model.model), 1)
         if phase is Phase.ROUTE and self.trace is not None:
             self.trace.route_again("migration" if before is Phase.DECODE else "retry")
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("request %s: %s → %s", self.request_id, before, phase, extra=self.log_ids())
+
+    def count_tokens(self, usage: ReportedUsage) -> None:
+        """Count what the request has used. Call once, when it has ended."""
+        self._metrics.prompt_tokens.add(self._model_metrics.model, usage.prompt_tokens)
+        self._metrics.generation_tokens.add(self._model_metrics.model, usage.completion_tokens)
 
     def log_ids(self) -> dict[str, str | None]:
         """The `extra` of other log lines about the request."""
@@ -130,7 +138,10 @@ class RequestLog:
         """Record the parsed request. `show_prompt`: log its prompt too."""
         self._choices = request.sequences
         self._model = self._timeline.model = request.model[:MAX_MODEL_CHARS]
+        in_flight, before = self._metrics.in_flight, self._model_metrics
         self._model_metrics = self._metrics.of_model(request.model)
+        in_flight.add((self.phase, before.model), -1)
+        in_flight.add((self.phase, self._model_metrics.model), 1)
         self._facts |= {"model": self._model, "stream": request.stream, "n": request.n}
         if self.trace is not None:
             self.trace.describe(
@@ -181,7 +192,10 @@ class RequestLog:
         self._metrics.events += count
         if self._first_text_at is None and sse.has_text(events):
             self._first_text_at = self._timeline.first_text_at = now
-            self._model_metrics.ttft.observe(now - self.arrived_at)
+            ttft = now - self.arrived_at
+            self._model_metrics.ttft.observe(ttft)
+            if ttft > self._metrics.ttft_objective_s:
+                self._metrics.missed_objectives.add(("ttft", self._model_metrics.model), 1)
             if self.trace is not None:
                 self.trace.add_first_token(now)
 
@@ -221,43 +235,51 @@ class RequestLog:
         legs = [f"{name};dur={seconds * 1e3:.3f}" for name, seconds in self.leg_seconds().items()]
         return ", ".join(legs + self._agent_timing)
 
-    def end(self, status: int, code: str | None = None) -> None:
-        """End the request with this HTTP status (for an error event: the one it stands for)."""
+    def end(self, status: int, code: str | None = None, message: str | None = None) -> None:
+        """End the request with this HTTP status (for an error event: the one it stands for); `code` and
+        `message` are an error's.
+        """
+        message = message and message[:MAX_ERROR_CHARS]
         self.enter(Phase.ENDED)
         total = self._phase_since - self.arrived_at
         self._timeline.status, self._timeline.code = status, code
         self._timeline.agent_timing = self._agent_timing
         of_model = self._model_metrics
-        self._metrics.ended(self.endpoint, status, of_model.model)
+        self._metrics.ended(self.api, status, of_model.model)
         of_model.e2e.observe(total)
         later_events = self._events / self._choices - 1
         if self._first_event_at is not None and self._last_event_at is not None and later_events > 0:
-            of_model.tpot.observe((self._last_event_at - self._first_event_at) / later_events)
+            tpot = (self._last_event_at - self._first_event_at) / later_events
+            of_model.tpot.observe(tpot)
+            if tpot > self._metrics.tpot_objective_s:
+                self._metrics.missed_objectives.add(("tpot", of_model.model), 1)
         if self.trace is not None:
             self.trace.end(status, code, self._phase_since)
-        self._remember(status, code)
+        self._remember(status, code or "", message or "")
         if logger.isEnabledFor(logging.INFO):
-            logger.info("request %s", Facts(self._line(status, code, total)))
+            logger.info("request %s", Facts(self._line(status, code, message, total)))
 
-    def _remember(self, status: int, code: str | None) -> None:
+    def _remember(self, status: int, code: str, message: str) -> None:
         if status >= 400 and status != CLIENT_LEFT:
             failure = Failure(
-                endpoint=self.endpoint,
+                endpoint=self.api,
                 status=status,
-                code=code or "",
+                code=code,
+                message=message,
                 model=self._model,
                 request_id=self.request_id,
             )
             self._failures.add(failure, self._phase_since)
 
-    def _line(self, status: int, code: str | None, total: float) -> dict[str, object]:
+    def _line(self, status: int, code: str | None, message: str | None, total: float) -> dict[str, object]:
         """Never includes responses, and prompts only if configured: user content stays out of logs."""
         line: dict[str, object] = {
             "request_id": self.request_id,
             **({} if self.trace_id is None else {"trace_id": self.trace_id}),
-            "endpoint": self.endpoint,
+            "endpoint": self.api,
             "status": status,
             **({} if code is None else {"code": code}),
+            **({} if message is None else {"error": message}),
             **self._facts,
             "transfer_ids": self._transfer_ids,
             "total_s": round(total, 6),

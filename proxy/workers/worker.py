@@ -29,7 +29,7 @@ from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.errors import ProxyError
 from kvferry.proxy.fleet.fleet import Fleet
 from kvferry.proxy.server import serving
-from kvferry.proxy.settings import Keys, fleet_settings, listening_socket
+from kvferry.proxy.settings import Keys, fleet_settings, listening_socket, metrics_of
 from kvferry.proxy.telemetry.collectors import AgentCollector, ScalingCollector
 from kvferry.proxy.telemetry.event_log import SEEN_BY_WORKERS
 from kvferry.proxy.telemetry.history import FailureLog, History
@@ -235,7 +235,7 @@ async def _run(end: socket.socket) -> int:
 
 
 async def _serve(channel: SupervisorChannel, config: ProxyConfig, start: Start) -> int:
-    keys, metrics, failures, timelines = Keys.read(config), Metrics(), FailureLog(), Timelines()
+    keys, metrics, failures, timelines = Keys.read(config), metrics_of(config), FailureLog(), Timelines()
     fleet = Fleet(fleet_settings(config), metrics, asyncio.get_running_loop().time, start.settled_at)
     metrics.add_collector(AgentCollector(fleet))
     metrics.add_collector(ScalingCollector(fleet))

@@ -49,7 +49,8 @@ def invented_history(agents: int) -> History:
         if step % 37 == 0:
             metrics.ended("completions", 400)
         metrics.events += round(load * 90)
-        metrics.queue_length.set(round(max(0.0, load - agents * 2.2)))
+        queued = round(max(0.0, load - agents * 2.2))
+        metrics.queue_length.add("", queued - metrics.queue_length.counts()[""])
         if is_lost:
             metrics.migrations.inc(2)
             metrics.retries.labels("decode").inc(1)

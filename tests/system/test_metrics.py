@@ -47,6 +47,7 @@ NOT_COUNTED = {
     "kvferry_proxy_migrations_total",
     "kvferry_proxy_prompts_recomputed_total",
     "kvferry_proxy_queue_wait_seconds_count",
+    "kvferry_proxy_rejected_cluster_keys_total",
     "kvferry_proxy_rejected_pings_total",
     "kvferry_proxy_rejections_total",
     "kvferry_proxy_retries_denied_total",
@@ -217,22 +218,29 @@ def assert_requests_counted(growth: Growth, received: list[Received]) -> None:
     served = [each for each in received if each.status == 200]
     streams = [each for each in served if each.events]
     name = "kvferry_proxy_requests_total"
-    for path in ("completions", "chat/completions"):
+    for path in ("completions", "chat/completions", "messages", "responses"):
         statuses = Counter(each.status for each in received if each.path == path)
         for status in (200, 400, 404, 429, 499, 500, 502, 503, 504):
             labels = {"endpoint": path, "status": str(status)}
             assert growth.of(name, "proxy", **labels) == statuses[status], labels
-    assert growth.of(name, "proxy", model=MODEL) == len(served)
-    assert growth.of(name, "proxy", model="") == 2, "a model that nobody serves, and a body that was refused"
+    assert growth.of(name, "proxy", model_name=MODEL) == len(served)
+    assert growth.of(name, "proxy", model_name="") == 2, (
+        "a model that nobody serves, and a body that was refused"
+    )
     name = "kvferry_proxy_e2e_request_latency_seconds_count"
-    assert growth.of(name, "proxy", model=MODEL) == len(served)
-    assert growth.of(name, "proxy", model="") == 2
+    assert growth.of(name, "proxy", model_name=MODEL) == len(served)
+    assert growth.of(name, "proxy", model_name="") == 2
     events = sum(each.events for each in streams)
     assert growth.of("kvferry_proxy_stream_events_total", "proxy") == events
     for name in ("time_to_first_token", "request_time_per_output_token"):
-        assert growth.of(f"kvferry_proxy_{name}_seconds_count", "proxy", model=MODEL) == len(streams), name
+        assert growth.of(f"kvferry_proxy_{name}_seconds_count", "proxy", model_name=MODEL) == len(streams), (
+            name
+        )
+    for objective in ("ttft", "tpot"):  # a slow machine may miss them
+        missed = growth.of("kvferry_proxy_missed_objectives_total", "proxy", objective=objective)
+        assert 0 <= missed <= len(streams), objective
     # Events that come together are one arrival.
-    arrivals = growth.of("kvferry_proxy_inter_token_latency_seconds_count", "proxy", model=MODEL)
+    arrivals = growth.of("kvferry_proxy_inter_token_latency_seconds_count", "proxy", model_name=MODEL)
     assert len(streams) <= arrivals <= events - len(streams)
 
 
@@ -279,6 +287,9 @@ def assert_tokens_counted(growth: Growth, served: list[Received], pulled: list[R
     assert [each.tokens for each in served] == [each.usage["completion_tokens"] for each in served]
     assert growth.of("kvferry_agent_generation_tokens_total") == sum(each.tokens for each in served)
     assert growth.of("kvferry_agent_prompt_tokens_total") == usage["prompt_tokens"]
+    billed = {"prompt": usage["prompt_tokens"], "generation": usage["completion_tokens"]}
+    for kind, tokens in billed.items():
+        assert growth.of(f"kvferry_proxy_{kind}_tokens_total", "proxy", model_name=MODEL) == tokens
     assert growth.of("kvferry_agent_prompt_tokens_cached_total") == usage["cached_tokens"]
     assert growth.of("kvferry_agent_request_prompt_tokens_sum") == usage["prompt_tokens"]
     assert growth.of("kvferry_agent_request_prompt_tokens_count") == len(served)
@@ -334,14 +345,14 @@ async def test_what_agents_have_measured_is_exported_as_signals_to_scale_by(clus
             assert {each.status for each in await asyncio.gather(*answers)} == {200}
             page = await scrape(cluster.url)
             if is_shown(page, wanted):
-                by_role = {role: total(page, wanted, role=role, model=MODEL) for role in by_role}
+                by_role = {role: total(page, wanted, role=role, model_name=MODEL) for role in by_role}
     assert max(by_role.values()) < 10.0, by_role
     for agent in cluster.agents.values():
         await wait_idle(agent.url, timeout_s=10)
     async with asyncio.timeout(30):
         while total(page := await scrape(cluster.url), "kvferry_proxy_prefill_backlog_seconds"):
             await asyncio.sleep(0.1)
-    assert total(page, "kvferry_proxy_decode_pressure", model=MODEL) == 0.0
+    assert total(page, "kvferry_proxy_decode_pressure", model_name=MODEL) == 0.0
     decode = await scrape(cluster.agents["decode-0"].url)
     assert total(decode, "kvferry_agent_full_step_seconds") > 0.0
     assert 16 <= total(decode, "kvferry_agent_decode_slots") <= 64, "its pool holds 16 of the longest"

@@ -26,7 +26,7 @@ from tests.system.conftest import StartCluster
 MONITORING = Path(__file__).parents[2] / "deploy" / "monitoring"
 SELECTOR = re.compile(r"\b(kvferry_(?:proxy|agent|transfer)_\w+)(?:\{([^}]*)\})?")
 DASHBOARDS = sorted(MONITORING.glob("grafana-*.json"))
-OF_TARGETS = ("model", "role", "instance")
+OF_TARGETS = ("model_name", "role", "name", "instance")
 """Labels that agents' series get from the target (`/nodes/targets`), not from the page."""
 MATCHER = re.compile(r'(\w+)(=~|=)"([^"]*)"')
 SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_count", "_sum")}
@@ -104,7 +104,7 @@ def test_a_dashboard_is_well_formed(dashboard: Path) -> None:
     ]
     assert len(cells) == len(set(cells))
     assert all(column < 24 for column, _ in cells)
-    assert all(panel["title"] and panel["targets"] for panel in shown)
+    assert all(panel["title"] and panel["description"] and panel["targets"] for panel in shown)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

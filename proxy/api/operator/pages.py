@@ -28,6 +28,7 @@ from kvferry.proxy.fleet.snapshot import (
 )
 from kvferry.proxy.telemetry.event_log import EventLog, FleetEvent
 from kvferry.proxy.telemetry.history import FailureCount, History
+from kvferry.proxy.telemetry.metrics import MODEL
 from kvferry.proxy.telemetry.transfer_totals import TransferTotals
 from kvferry.proxy.wire.dialects import DIALECTS
 from kvferry.proxy.wire.registration import Incarnation
@@ -220,14 +221,15 @@ def nodes_page(view: FleetView) -> dict[str, Any]:
 
 
 def scrape_targets(snapshot: Snapshot) -> Iterator[dict[str, Any]]:
-    """Yield the agents for Prometheus' HTTP service discovery, labelled with their role and model."""
+    """Yield the agents for Prometheus' HTTP service discovery, labelled with their role, model and name."""
     return (
         {
             "targets": [urlsplit(node.info.address).netloc],
             "labels": {
                 "__scheme__": urlsplit(node.info.address).scheme,
                 "role": node.info.role,
-                "model": node.info.model,
+                MODEL: node.info.model,
+                "name": node.info.name or urlsplit(node.info.address).netloc,
             },
         }
         for node in snapshot.nodes

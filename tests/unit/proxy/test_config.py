@@ -58,6 +58,8 @@ def test_the_flags_are_these() -> None:
         "tls_cert",
         "tls_key",
         "agent_ca",
+        "ttft_objective_s",
+        "tpot_objective_s",
         "log_prompts",
         "log_level",
         "log_format",

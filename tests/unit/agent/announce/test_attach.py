@@ -20,6 +20,7 @@ from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.fleet.address_rules import RejectReason
 from kvferry.proxy.fleet.snapshot import Node
 from kvferry.proxy.server import RunningProxy, running_proxy
+from tests.servers import free_port
 from tests.standins.watched_server import WatchedServer
 
 DEADLINE_S = 20.0
@@ -59,6 +60,24 @@ async def until(claim: Callable[[], Any]) -> None:
     async with asyncio.timeout(DEADLINE_S):
         while not claim():
             await asyncio.sleep(0.02)
+
+
+async def test_it_says_that_the_server_is_down() -> None:
+    """W3: it was silent for as long as the server did not come."""
+    url = f"http://127.0.0.1:{free_port()}"
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "kvferry.deploy.cli", "agent", "--attach", url, "--dialect",
+        "vllm-nixl", "--role", "prefill", "--proxy", "127.0.0.1:9", stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        assert child.stderr is not None
+        wanted = f"WARNING sidecar the prefill server {url} is down: cannot connect"
+        async with asyncio.timeout(DEADLINE_S):
+            while wanted not in (await child.stderr.readline()).decode():
+                pass
+    finally:
+        child.kill()
+        await child.wait()
 
 
 async def test_it_announces_the_server_and_notices_restarts_and_ends(tmp_path: Path) -> None:

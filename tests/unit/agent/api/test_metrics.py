@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import get_args
 
 import msgspec
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvferry.agent.api.metrics import AgentMetrics
+from kvferry.agent.api.metrics import VLLM_NAMES, AgentMetrics
 from kvferry.agent.messages.requests import Stats, Timing
 from kvferry.proxy.wire.registration import Capacity
 from kvferry.transfer.control.messages import GoneReason
@@ -71,6 +72,39 @@ def test_the_page_shows_the_engines_last_snapshot() -> None:
     assert page["kvferry_transfer_streamed_pulls_total",] == 15
     latest.pop()
     assert ("kvferry_agent_num_requests_running",) not in samples(metrics)
+
+
+def test_what_vllm_counts_too_has_its_name_and_labels_besides() -> None:
+    """Dashboards and routers that are made for vLLM find what they look for."""
+    metrics = AgentMetrics(lambda: STATS, model="m")
+    metrics.prompt_done(30, 20)
+    metrics.generation_tokens = 7
+    metrics.choices_ended("stop", 2)
+    metrics.finished(200, Timing(queue_s=1.5))
+    families = {each.name: each for each in text_string_to_metric_families(metrics.render().decode())}
+    shown = {
+        sample.name: sample.value
+        for family in families.values()
+        for sample in family.samples
+        if family.name.startswith("vllm:") and sample.labels.get("finished_reason", "stop") == "stop"
+    }
+    assert shown["vllm:num_requests_running"] == 2
+    assert shown["vllm:num_requests_waiting"] == 3
+    assert shown["vllm:kv_cache_usage_perc"] == pytest.approx(1 - 4 / 22)
+    assert shown["vllm:prompt_tokens_total"] == shown["vllm:prefix_cache_queries_total"] == 30
+    assert shown["vllm:prefix_cache_hits_total"] == 20
+    assert shown["vllm:generation_tokens_total"] == 7
+    assert shown["vllm:num_preemptions_total"] == 8
+    assert shown["vllm:request_success_total"] == 2
+    assert shown["vllm:request_queue_time_seconds_sum"] == 1.5
+    assert shown["vllm:request_prompt_tokens_count"] == 1
+    for name, family in families.items():
+        if name.startswith("vllm:"):
+            assert {sample.labels["model_name"] for sample in family.samples} == {"m"}, name
+    ours = {f"kvferry_agent_{name}" for name in VLLM_NAMES}
+    assert ours <= families.keys(), "none is missing from our own"
+    vllms = {f"vllm:{name}" for names in VLLM_NAMES.values() for name in names}
+    assert {name for name in families if name.startswith("vllm:")} == vllms
 
 
 def test_what_the_engine_has_not_measured_yet_is_absent() -> None:

@@ -413,9 +413,14 @@ async def test_openai_clients_agree_with_the_answers(stage: Stage) -> None:
 
 
 async def test_prometheus_discovers_the_agents(stage: Stage) -> None:
-    prefill, decode = await stage.pair()
+    prefill, decode = await stage.agent("prefill", overrides={"name": "p-0"}), await stage.agent("decode")
     async with stage.http.get(f"{stage.proxy.url}/nodes/targets") as response:
         assert response.content_type == "application/json", "Prometheus insists on it"
         groups = await response.json()
-    found = {(group["labels"]["role"], *group["targets"]) for group in groups}
-    assert found == {(agent.role, f"{agent.host}:{agent.port}") for agent in (prefill, decode)}
+    found = {tuple(group["targets"]): group["labels"] for group in groups}
+    at = {agent.role: f"{agent.host}:{agent.port}" for agent in (prefill, decode)}
+    shared = {"__scheme__": "http", "model_name": "stand-in"}
+    assert found == {
+        (at["prefill"],): {"role": "prefill", "name": "p-0", **shared},
+        (at["decode"],): {"role": "decode", "name": at["decode"], **shared},
+    }, "an agent without a name has its address as one, as on the operator's page"

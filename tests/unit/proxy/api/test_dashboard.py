@@ -99,6 +99,10 @@ async def test_the_feed_shows_nodes_traffic_and_failures(stage: Stage) -> None:
     assert refused["reason"] == "different KV layouts"
     [failed] = snapshot["failures"]
     assert (failed["status"], failed["code"], failed["count"]) == (404, "model_not_found", 1)
+    assert (
+        failed["message"].startswith("no agent serves this model: 'unheard-of")
+        and len(failed["message"]) == 300
+    )
     assert len(failed["model"]) == 100, "what clients send is cut to a bound"
 
 

@@ -86,8 +86,10 @@ async def test_moriio_servers_that_ping_are_asked_for_their_model_and_served_thr
     await check_served(await start_stage(moriio_lease_s=60.0), "vllm-moriio", moriio_ping)
 
 
-async def test_a_server_that_answers_nothing_is_never_ready(stage: Stage) -> None:
-    """docs/sources.md#vllm-moriio: a MoRIIO ping proves only that a process lives."""
+async def test_a_server_that_answers_nothing_is_never_ready(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    """docs/sources.md#vllm-moriio: a MoRIIO ping proves only that a process lives. The log warns of it."""
     server = SERVERS["vllm-moriio"](role="prefill", fabric=Fabric())
     async with server:
         told = moriio_ping(server)
@@ -97,6 +99,12 @@ async def test_a_server_that_answers_nothing_is_never_ready(stage: Stage) -> Non
             while not (nodes := (await nodes_of(stage))):
                 await asyncio.sleep(0.02)
         assert [node["state"] for node in nodes] == ["starting"]
+        async with asyncio.timeout(10):
+            while f"{server.address} pings, but is down: cannot connect" not in caplog.text:
+                await asyncio.sleep(0.02)
+        assert [each.levelname for each in caplog.records if "but is down" in each.getMessage()] == [
+            "WARNING"
+        ]
     finally:
         pinging.cancel()
         await asyncio.wait([pinging])

@@ -9,13 +9,15 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import logging
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 import aiohttp
 import pytest
 
+from kvferry.common.telemetry.logs import Facts
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.dialects.native import drop_request
 from kvferry.proxy.ids import TransferId
@@ -708,3 +710,51 @@ async def until(claim: Callable[[], object], timeout_s: float = 5.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not claim():
             await asyncio.sleep(0.005)
+
+
+def logged(caplog: pytest.LogCaptureFixture) -> Mapping[str, object]:
+    """The facts in the log line of the only request."""
+    [args] = [record.args for record in caplog.records if record.msg == "request %s"]
+    assert isinstance(args, tuple) and isinstance(args[0], Facts)
+    return args[0].facts
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions", "messages", "responses"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+async def test_an_agents_4xx_keeps_its_code_and_message_everywhere(
+    stage: Stage, caplog: pytest.LogCaptureFixture, leg: str, stream: bool, path: str
+) -> None:
+    """The answer or error event, the request's log line and the operator's page say what the agent said."""
+    prefill, decode = await stage.pair()
+    failing = prefill if leg == "prefill" else decode
+    failing.faults.append(Fault(leg, "status", status=422))  # type: ignore[arg-type]
+    said = "déjà vu: as it was told to fail"
+    asked: dict[str, Any] = {"model": "stand-in", "max_tokens": 5, "stream": stream}
+    match path:
+        case "completions":
+            asked["prompt"] = "a b"
+        case "responses":
+            asked = {"model": "stand-in", "input": "a b", "max_output_tokens": 5, "stream": stream}
+        case _:
+            asked["messages"] = [{"role": "user", "content": "a b"}]
+    with caplog.at_level(logging.INFO, "kvferry"):
+        async with stage.post(asked, path) as response:
+            assert said in (await response.read()).decode()
+    facts = logged(caplog)
+    assert (facts["status"], facts["code"], facts["error"]) == (422, "as_told", said)
+    [failed] = stage.proxy.services.failures.latest()
+    assert (failed.last.status, failed.last.code, failed.last.message) == (422, "as_told", said)
+
+
+async def test_an_error_event_of_an_agents_keeps_its_code_and_message(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What an agent says of the request in mid-stream is no fault of a server, as no 4xx is."""
+    _, decode = await stage.pair(interval_s=0.05)
+    decode.faults.append(Fault("decode", "error"))
+    with caplog.at_level(logging.INFO, "kvferry"):
+        streamed = await stage.stream(BODY)
+    assert streamed.error == {"message": "no more", "code": "gone", "type": "invalid_request_error"}
+    facts = logged(caplog)
+    assert (facts["status"], facts["code"], facts["error"]) == (400, "gone", "no more")

@@ -111,6 +111,22 @@ async def test_a_pair_answers_as_one_server_alone_does(fleet: Fleet, path: str, 
 
 
 @every_kind
+@pytest.mark.parametrize(("path", "body"), [("completions", BODY), ("chat/completions", CHAT)])
+async def test_tokens_are_counted_by_model_streamed_or_not(
+    fleet: Fleet, path: str, body: dict[str, Any]
+) -> None:
+    """By what the answer reports; a stream whose client has not asked for that has no event of it."""
+    await fleet.pair()
+    asked = body | {"n": 2}
+    usage = (await fleet.stage.ask(asked, path))[1]["usage"]
+    streamed = await fleet.stage.stream(asked, path)
+    assert all(event["choices"] for event in streamed.events)
+    for name, counted in (("prompt", usage["prompt_tokens"]), ("generation", usage["completion_tokens"])):
+        metric = f'kvferry_proxy_{name}_tokens_total{{model_name="{body["model"]}"}}'
+        assert fleet.stage.metric(metric) == 2 * counted > 0
+
+
+@every_kind
 async def test_an_engines_own_fields_are_no_clients(fleet: Fleet) -> None:
     """N6: they reached both servers as they were, `rid` n times the same."""
     servers = await fleet.pair()

@@ -28,7 +28,14 @@ NOW = 1000.0
 
 
 def failure(**fields: object) -> Failure:
-    values = {"endpoint": "completions", "status": 502, "code": "lost", "model": "m", "request_id": "r"}
+    values = {
+        "endpoint": "completions",
+        "status": 502,
+        "code": "lost",
+        "model": "m",
+        "request_id": "r",
+        "message": "",
+    }
     return Failure(**(values | fields))  # type: ignore[arg-type]
 
 
@@ -106,7 +113,7 @@ def test_errors_of_clients_are_no_failures_of_servers() -> None:
     metrics.retries.labels("prefill").inc()
     metrics.retries.labels("decode").inc()
     metrics.migrations.inc()
-    metrics.queue_length.set(7)
+    metrics.queue_length.add("", 7)
     agents = Totals(pulls=[0, 4, 0], pull_bytes=4096, recomputes=1, prompt_tokens=100, cached_tokens=25)
     history.record(metrics.totals().plus(agents), NOW + 1.0 * SLICE_S)
     charts = history.charts()

@@ -263,7 +263,7 @@ async def test_metrics_add_up_and_do_not_fall_when_a_worker_dies(office: Office)
     for process, count in ((one, 3), (other, 4)):
         process.metrics.requests.add(OK, count)
         process.metrics.of_model("").ttft.observe(0.1)
-        process.metrics.in_flight.add("prefill", 1)
+        process.metrics.in_flight.add(("prefill", ""), 1)
     office.metrics.bad_pings.inc()
     for process in (one, other):
         page = (await process.worker.page("metrics")).body.decode()
@@ -291,7 +291,9 @@ async def test_the_dashboard_shows_what_all_have_seen(
 ) -> None:
     monkeypatch.setattr(supervisor_module, "WATCH_INTERVAL_S", 0.05)
     one, other = await office.process(), await office.process()
-    failure = Failure(endpoint="completions", status=502, code="agent_lost", model="m", request_id="r")
+    failure = Failure(
+        endpoint="completions", status=502, code="agent_lost", message="", model="m", request_id="r"
+    )
     async with asyncio.TaskGroup() as tasks:
         watching = tasks.create_task(office.supervisor.watch())
         await asyncio.sleep(0.1)
@@ -299,7 +301,7 @@ async def test_the_dashboard_shows_what_all_have_seen(
             process.metrics.events += count
             process.metrics.of_model("").ttft.observe(0.1)
             process.failures.add(failure, process.fleet.clock())
-            process.metrics.in_flight.add("decode", 1)
+            process.metrics.in_flight.add(("decode", ""), 1)
         async with asyncio.timeout(DEADLINE_S):
             while True:
                 shown = msgspec.json.decode((await one.worker.page("dashboard")).body)

@@ -184,7 +184,7 @@ async def test_signals_to_scale_by_are_those_of_all_workers() -> None:
         prefill = await proxy.agent("prefill")
         await proxy.agent("decode")
         prefill.overrides |= {"capacity": measured}
-        wanted = 'kvferry_proxy_wanted_agents{model="stand-in",role="prefill"}'
+        wanted = 'kvferry_proxy_wanted_agents{model_name="stand-in",role="prefill"}'
         async with asyncio.timeout(DEADLINE_S):
             while wanted not in (await proxy.get("/metrics"))[1].decode():
                 await asyncio.sleep(0.02)

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the proxy's metrics say of requests, by endpoint and model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from kvferry.agent.api.metrics import AgentMetrics
+from kvferry.proxy.telemetry.metrics import Metrics
+from tests.standins.agents import Fault
+from tests.unit.proxy.conftest import Stage, StartStage
+
+MODEL = "stand-in"
+APIS: dict[str, dict[str, Any]] = {
+    "completions": {"prompt": "a b c", "max_tokens": 5},
+    "chat/completions": {"messages": [{"role": "user", "content": "a b c"}], "max_tokens": 5},
+    "messages": {"messages": [{"role": "user", "content": "a b c"}], "max_tokens": 5},
+    "responses": {"input": "a b c", "max_output_tokens": 5},
+}
+every_api = pytest.mark.parametrize("api", APIS)
+streamed = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+
+
+def counted_tokens(stage: Stage, model: str = MODEL) -> tuple[float, float]:
+    """The tokens of prompts and of answers that were counted for a model."""
+    names = ("prompt", "generation")
+    prompt, generated = (
+        stage.metric(f'kvferry_proxy_{name}_tokens_total{{model_name="{model}"}}') for name in names
+    )
+    return prompt, generated
+
+
+async def answered(stage: Stage, api: str, **fields: Any) -> str:
+    """Ask for five tokens; the answer's body."""
+    async with stage.post({"model": MODEL, **APIS[api], **fields}, api) as response:
+        assert response.status == 200, await response.text()
+        return (await response.read()).decode()
+
+
+@streamed
+@every_api
+@pytest.mark.parametrize("alone", [False, True], ids=["pair", "alone"])
+async def test_tokens_are_counted_for_every_endpoint(
+    stage: Stage, api: str, stream: bool, alone: bool
+) -> None:
+    await (stage.agent("both") if alone else stage.pair())
+    await answered(stage, api, stream=stream)
+    prompt, generated = counted_tokens(stage)
+    assert prompt > 0 and generated == 5
+    await answered(stage, api, stream=not stream)
+    assert counted_tokens(stage) == (2 * prompt, 10), "the same, streamed or not"
+
+
+@streamed
+async def test_the_tokens_of_every_prompt_and_choice_are_counted(stage: Stage, stream: bool) -> None:
+    await stage.pair()
+    raw = await answered(stage, "completions", prompt=["a b", "c d e"], n=2, stream=stream)
+    assert counted_tokens(stage)[1] == 20
+    if not stream:
+        usage = json.loads(raw)["usage"]
+        assert counted_tokens(stage) == (usage["prompt_tokens"], usage["completion_tokens"])
+
+
+@pytest.mark.parametrize("api", ["completions", "chat/completions"])
+async def test_a_client_that_does_not_ask_gets_no_usage_in_its_stream(stage: Stage, api: str) -> None:
+    await stage.pair()
+    assert "usage" not in await answered(stage, api, stream=True)
+    asked = await answered(stage, api, stream=True, stream_options={"include_usage": True})
+    assert asked.replace(" ", "").count('"usage":{') == 1
+
+
+@streamed
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+async def test_the_tokens_of_a_retried_request_are_counted_once(stage: Stage, leg: Any, stream: bool) -> None:
+    for _ in range(2):
+        await stage.pair()
+    await answered(stage, "completions")
+    once = counted_tokens(stage)
+    assert once[1] == 5
+    shared = [Fault(leg, "reset")]
+    for agent in stage.agents:
+        agent.faults = shared
+    await answered(stage, "completions", stream=stream)
+    assert stage.metric("kvferry_proxy_retries_total") == 1
+    assert counted_tokens(stage) == (2 * once[0], 2 * once[1])
+
+
+async def test_a_stream_that_its_client_leaves_counts_its_prompt_and_what_was_sent(stage: Stage) -> None:
+    _, decode = await stage.pair(interval_s=0.05)
+    await answered(stage, "completions")
+    prompt, generated = counted_tokens(stage)
+    body = {"model": MODEL, **APIS["completions"], "max_tokens": 1000, "stream": True}
+    async with stage.post(body) as response:
+        received = 0
+        while received < 4:
+            received += (await response.content.readuntil(b"\n\n")).count(b"data: ")
+    async with asyncio.timeout(10):
+        while not stage.metric('kvferry_proxy_requests_total{status="499"}'):
+            await asyncio.sleep(0.01)
+    await decode.until(lambda: not decode.running)
+    assert counted_tokens(stage)[0] == 2 * prompt
+    assert 4 <= counted_tokens(stage)[1] - generated < 100
+
+
+@streamed
+@every_api
+async def test_requests_are_counted_by_the_endpoint_that_was_asked(
+    stage: Stage, api: str, stream: bool
+) -> None:
+    await stage.pair()
+    await answered(stage, api, stream=stream)
+    for other in APIS:
+        line = f'kvferry_proxy_requests_total{{endpoint="{other}",model_name="{MODEL}",status="200"}}'
+        assert stage.metric(line) == (other == api)
+
+
+async def test_phases_queue_and_requests_in_flight_say_the_model(start_stage: StartStage) -> None:
+    stage = await start_stage(queue_limit=5)
+    agent = await stage.agent("both", max_running=1, interval_s=0.05)
+    of_model = f'model_name="{MODEL}"'
+    first = asyncio.ensure_future(answered(stage, "completions", stream=True, max_tokens=1000))
+    async with asyncio.timeout(10):
+        while not stage.metric(f'kvferry_proxy_requests_in_flight{{phase="decode",{of_model}}}'):
+            await asyncio.sleep(0.01)
+    second = asyncio.ensure_future(stage.ask({"model": MODEL, **APIS["completions"]}))
+    async with asyncio.timeout(10):
+        while not stage.metric(f"kvferry_proxy_num_requests_waiting{{{of_model}}}"):
+            await asyncio.sleep(0.01)
+    assert stage.metric(f'kvferry_proxy_requests_in_flight{{phase="route",{of_model}}}') == 1
+    first.cancel()
+    assert (await second)[0] == 200
+    await agent.until(lambda: not agent.running)
+    assert stage.metric(f"kvferry_proxy_num_requests_waiting{{{of_model}}}") == 0
+    assert stage.metric(f"kvferry_proxy_queue_wait_seconds_count{{{of_model}}}") == 1
+    for phase, count in {"route": 2, "decode_wait": 2, "decode": 1}.items():
+        line = f'kvferry_proxy_phase_seconds_count{{phase="{phase}",{of_model}}}'
+        assert stage.metric(line) == count, phase
+    assert stage.metric('kvferry_proxy_phase_seconds_count{model_name=""}') == 0
+
+
+@pytest.mark.parametrize("missed", ["none", "ttft", "tpot"])
+async def test_an_objective_may_be_any_time(start_stage: StartStage, missed: str) -> None:
+    """Not only a bound of a histogram: 3 s could not be alerted on."""
+    limits = {"ttft": 7.3, "tpot": 0.33} | ({missed: 0.0013} if missed != "none" else {})
+    stage = await start_stage(ttft_objective_s=limits["ttft"], tpot_objective_s=limits["tpot"])
+    await stage.pair(interval_s=0.02)
+    await answered(stage, "completions", stream=True)
+    await answered(stage, "completions")
+    for objective in ("ttft", "tpot"):
+        line = f'kvferry_proxy_missed_objectives_total{{objective="{objective}",model_name="{MODEL}"}}'
+        assert stage.metric(line) == (objective == missed)
+
+
+async def test_requests_for_an_unknown_model_have_no_label(stage: Stage) -> None:
+    await stage.pair()
+    assert (await stage.ask({**APIS["completions"], "model": "unheard-of"}))[0] == 404
+    assert stage.metric('kvferry_proxy_phase_seconds_count{phase="route",model_name=""}') == 1
+    assert counted_tokens(stage, "") == (0, 0)
+    assert "unheard-of" not in stage.proxy.services.metrics.exposition().decode()
+
+
+def test_counters_have_no_second_series_of_when_they_were_created() -> None:
+    assert b"_created" not in Metrics().exposition()
+    assert b"_created" not in AgentMetrics(lambda: None).render()
