@@ -69,6 +69,7 @@ class ResponseWriter:
         """Whether a stream's last event reports how long each leg took."""
         self._status = 200
         self._code: str | None = None
+        self._message = ""
         self._is_done = False
         """Whether `[DONE]` was sent. Many clients disconnect on it, without waiting for the body's end."""
         response.on_pause = self._on_pause
@@ -136,7 +137,7 @@ class ResponseWriter:
         """End the response, or send a whole one (see `prepare`), and end its request."""
         if self._whole is None:
             self._response.end()
-            self._log.end(self._status, self._code)
+            self._log.end(self._status, self._code, self._message)
             return
         content_type, body = self._whole
         self._log.end(200)
@@ -146,17 +147,17 @@ class ResponseWriter:
     def fail(self, error: ProxyError) -> None:
         """End the request by an error: as an HTTP status, or in a started stream as an event and `[DONE]`."""
         if not self.is_started:
-            self._log.end(error.status, error.code)
+            self._log.end(error.status, error.code, error.message)
             send_error(self._response, self._log.request_id, error, self._rewriter)
             return
         self.write(sse.event(error.body()) + sse.DONE)
-        self._status, self._code = error.status, error.code
+        self._status, self._code, self._message = error.status, error.code, error.message
         self.end()
 
     def client_left(self) -> None:
         """End the request of a client that has disconnected; after `[DONE]` it counts as served."""
         if self._is_done:
-            self._log.end(self._status, self._code)
+            self._log.end(self._status, self._code, self._message)
         elif self._response.was_dropped:
             self._log.end(503, "too_many_bodies")
         else:

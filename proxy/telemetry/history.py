@@ -28,13 +28,18 @@ MAX_FAILURES = 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """How a request failed. Requests that failed alike are one entry, described by the last of them."""
+    """How a request failed. Requests that failed alike are one entry, described by the last of them.
+
+    `agent`: the address of the agent that had the request last; empty where none had it.
+    """
 
     endpoint: str
     status: int
     code: str
     model: str
     request_id: str
+    message: str = ""
+    agent: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from kvferry.proxy.request import ClientRequest
 from kvferry.proxy.telemetry.history import Failure, FailureLog
 from kvferry.proxy.telemetry.metrics import CLIENT_LEFT, Metrics
 from kvferry.proxy.telemetry.request_trace import RequestTrace
-from kvferry.proxy.telemetry.timelines import Timelines
+from kvferry.proxy.telemetry.timelines import MAX_TEXT_CHARS, Timelines
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +60,10 @@ _LEGS = {
 }
 
 
+_SENT = frozenset({Phase.PREFILL, Phase.DECODE_WAIT})
+"""A phase begins with a leg that is sent to an agent."""
+
+
 class RequestLog:
     """The phases, times and facts of one request. Every request ends exactly once, by `end`.
 
@@ -92,6 +96,9 @@ class RequestLog:
         self._transfer_ids: list[TransferId] = []
         self._choices = 1
         self._model = ""
+        self._pair: Pair | None = None
+        self._agent = ""
+        """The address of the agent that the request was sent to last."""
         self._model_metrics = metrics.of_model("")
         self._agent_timing: list[str] = []
         self._events = 0
@@ -107,6 +114,8 @@ class RequestLog:
         spent = now - self._phase_since
         self._phase_since = now
         self._timeline.enter(phase, now)
+        if self._pair is not None and phase in _SENT:
+            self._agent = (self._pair.prefill if phase is Phase.PREFILL else self._pair.decode).info.address
         self._seconds[before] = self._seconds.get(before, 0.0) + spent
         metrics.phases.of(before).observe(spent)
         metrics.in_flight.add(before, -1)
@@ -146,6 +155,7 @@ class RequestLog:
     def add_attempt(self, pair: Pair, transfer_id: TransferId) -> None:
         """Record that the request was routed, perhaps again."""
         prefill, decode = pair.prefill.info.address, pair.decode.info.address
+        self._pair = pair
         self._facts |= {"prefill": prefill, "decode": decode}
         self._timeline.add_attempt(time.monotonic(), prefill, decode, "" if pair.alone else transfer_id)
         if not pair.alone:
@@ -221,11 +231,15 @@ class RequestLog:
         legs = [f"{name};dur={seconds * 1e3:.3f}" for name, seconds in self.leg_seconds().items()]
         return ", ".join(legs + self._agent_timing)
 
-    def end(self, status: int, code: str | None = None) -> None:
-        """End the request with this HTTP status (for an error event: the one it stands for)."""
+    def end(self, status: int, code: str | None = None, message: str = "") -> None:
+        """End the request with this HTTP status (for an error event: the one it stands for).
+
+        `message`: why it failed, for operators.
+        """
         self.enter(Phase.ENDED)
         total = self._phase_since - self.arrived_at
         self._timeline.status, self._timeline.code = status, code
+        self._timeline.message = message = message[:MAX_TEXT_CHARS]
         self._timeline.agent_timing = self._agent_timing
         of_model = self._model_metrics
         self._metrics.ended(self.endpoint, status, of_model.model)
@@ -235,11 +249,11 @@ class RequestLog:
             of_model.tpot.observe((self._last_event_at - self._first_event_at) / later_events)
         if self.trace is not None:
             self.trace.end(status, code, self._phase_since)
-        self._remember(status, code)
+        self._remember(status, code, message)
         if logger.isEnabledFor(logging.INFO):
             logger.info("request %s", Facts(self._line(status, code, total)))
 
-    def _remember(self, status: int, code: str | None) -> None:
+    def _remember(self, status: int, code: str | None, message: str) -> None:
         if status >= 400 and status != CLIENT_LEFT:
             failure = Failure(
                 endpoint=self.endpoint,
@@ -247,6 +261,8 @@ class RequestLog:
                 code=code or "",
                 model=self._model,
                 request_id=self.request_id,
+                message=message,
+                agent=self._agent,
             )
             self._failures.add(failure, self._phase_since)
 

@@ -9,7 +9,7 @@ import re
 import socket
 import sys
 from contextlib import AsyncExitStack
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import quote
 
 import aiohttp
@@ -21,8 +21,9 @@ from kvferry.proxy.api.dashboard import FOLDER
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.fleet.registry import Registry
 from kvferry.proxy.server import running_proxy
+from kvferry.proxy.telemetry.timelines import MAX_TEXT_CHARS
 from kvferry.proxy.wire.registration import Incarnation, LinkUse, WorkReport
-from tests.standins.agents import Fault, StandInAgent
+from tests.standins.agents import Fault, Leg, StandInAgent
 from tests.unit.proxy.conftest import Stage, StartStage
 
 BODY = {"model": "stand-in", "prompt": "a b c", "max_tokens": 3}
@@ -99,7 +100,37 @@ async def test_the_feed_shows_nodes_traffic_and_failures(stage: Stage) -> None:
     assert refused["reason"] == "different KV layouts"
     [failed] = snapshot["failures"]
     assert (failed["status"], failed["code"], failed["count"]) == (404, "model_not_found", 1)
+    assert failed["message"].startswith("no agent serves this model: 'unheard-of")
+    assert len(failed["message"]) == MAX_TEXT_CHARS
+    assert failed["agent"] == "", "no agent had it"
     assert len(failed["model"]) == 100, "what clients send is cut to a bound"
+
+
+@pytest.mark.parametrize(
+    ("leg", "kind"),
+    [
+        ("prefill", "status"),
+        ("prefill", "reset"),
+        ("decode", "status"),
+        ("decode", "reset"),
+        ("decode", "cut"),
+    ],
+)
+async def test_an_error_is_shown_with_its_message_and_the_agent_that_had_the_request(
+    start_stage: StartStage, leg: Leg, kind: Literal["status", "reset", "cut"]
+) -> None:
+    """D, "/ui": a click showed "status 502 · agent lost" and neither why nor where."""
+    stage = await start_stage(retries=0, migrations=0)
+    failing = dict(zip(("prefill", "decode"), await stage.pair(), strict=True))[leg]
+    failing.faults.append(Fault(leg, kind, status=500))
+    async with stage.post({**BODY, "stream": True}, headers={"X-Request-Id": "failing"}) as response:
+        body = await response.text()
+    async with stage.http.get(f"{stage.proxy.url}/ui/events") as response:
+        [failed] = (await next_snapshot(response))["failures"]
+    assert failed["message"] and json.dumps(failed["message"], ensure_ascii=False)[1:-1] in body
+    assert failed["agent"] == failing.address
+    page = await timeline(stage, "failing")
+    assert (page["code"], page["message"]) == (failed["code"], failed["message"])
 
 
 async def test_a_refused_agent_is_shown_with_the_reason(start_stage: StartStage) -> None:
