@@ -26,15 +26,13 @@ EVENTS_PATH = "/ui/events"
 RECONNECT = b"retry: 2000\n\n"
 FOLDER = Path(__file__).parent / "ui"
 PAGE = "index.html"
-CONTENT_TYPES = {
-    PAGE: "text/html; charset=utf-8",
-    "icon.svg": "image/svg+xml",
-    **dict.fromkeys(("ui.css", "uPlot.css"), "text/css; charset=utf-8"),
-    **dict.fromkeys(
-        ("ui.js", "charts.js", "dom.js", "nodes.js", "requests.js", "tables.js", "uPlot.js"),
-        "text/javascript; charset=utf-8",
-    ),
+TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
 }
+CONTENT_TYPES = {path.name: TYPES[path.suffix] for path in FOLDER.iterdir() if path.suffix in TYPES}
 """The page, and what it loads. `uPlot.*` is https://github.com/leeoniya/uPlot 1.6.32, unchanged."""
 SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "

@@ -59,3 +59,6 @@ export const age = (seconds) =>
 export const words = (name) => name.replaceAll("_", " ");
 
 export const host = (address) => address.replace(/^(https?|tcp):\/\//, "");
+
+/** What an agent is called; its address stands for those without a name. */
+export const nameOf = ({ name, address }) => name || host(address);

@@ -4,7 +4,9 @@
 
 import { Charts } from "./charts.js";
 import { age, byId, bytes, duration, host, make, pill, setClass, setText, words } from "./dom.js";
-import { Drains, Nodes } from "./nodes.js";
+import { Drains } from "./drain.js";
+import { Errors } from "./errors.js";
+import { Nodes } from "./nodes.js";
 import { RequestLookup } from "./requests.js";
 import { Table } from "./tables.js";
 
@@ -19,6 +21,7 @@ const STALE_MS = 4000;
 const charts = new Charts(byId("charts"), byId("transfer-charts"));
 const nodes = new Nodes(new Drains((text) => setText(byId("announcement"), text)));
 const requests = new RequestLookup();
+const errors = new Errors((id) => requests.find(id));
 
 /* ---- requests in flight ---- */
 
@@ -104,44 +107,6 @@ const rejected = new Table(
   { key: ({ address, reason }) => `${address} ${reason}`, empty: "None." },
 );
 
-const isServers = ({ status }) => status >= 500;
-
-function makeRequestLink(cell) {
-  const link = make("button", "link mono");
-  link.type = "button";
-  link.addEventListener("click", () => {
-    requests.find(link.textContent);
-    byId("request-title").scrollIntoView();
-  });
-  cell.append(link);
-}
-
-const failures = new Table(
-  byId("failures"),
-  [
-    { title: "Status", value: ({ status }) => status, make: (cell) => cell.append(make("span")), show: showStatus },
-    { title: "Error", value: ({ code }) => words(code) },
-    { title: "Count", value: ({ count }) => count, className: "number" },
-    { title: "Last seen", value: ({ age_s: seconds }) => seconds, text: ({ age_s: seconds }) => age(seconds) },
-    { title: "Model", value: ({ model }) => model || "–", className: "cut" },
-    { title: "Last request", make: makeRequestLink, show: (cell, { request_id: id }) => setText(cell.firstChild, id), className: "cut" },
-  ],
-  { key: ({ endpoint, status, code, model }) => `${endpoint} ${status} ${code} ${model}`, empty: "No request has failed." },
-);
-
-function showStatus({ firstChild: word }, failure) {
-  setText(word, failure.status);
-  setClass(word, pill(isServers(failure) ? "bad" : "warn"));
-}
-
-function showFailures(list) {
-  const count = (some) => some.reduce((sum, failure) => sum + failure.count, 0);
-  const servers = list.filter(isServers);
-  setText(byId("num-failures"), `${count(servers)} of servers, ${count(list) - count(servers)} of clients`);
-  // Those that an operator can do something about are first.
-  failures.show([...servers, ...list.filter((failure) => !isServers(failure))]);
-}
-
 function showTransfers({ totals, pull_failures: reasons, num_pairs: number, pairs: list }) {
   const pulls = totals.pulls.reduce((sum, count) => sum + count, 0);
   const parts = [`${pulls.toLocaleString("en")} pulls of ${bytes(totals.pull_bytes)}`];
@@ -190,7 +155,7 @@ function show(snapshot) {
   byId("rejected").hidden = !snapshot.rejected_agents.length;
   setText(byId("num-rejected"), snapshot.rejected_agents.length);
   rejected.show(snapshot.rejected_agents);
-  showFailures(snapshot.failures);
+  errors.show(snapshot.failures);
   document.body.dataset.snapshot = snapshot.time;
 }
 
