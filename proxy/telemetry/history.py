@@ -94,11 +94,17 @@ class Charts:
     slice_s: float
     ttft_p50: list[float | None]
     ttft_p95: list[float | None]
+    ttft_p99: list[float | None]
+    itl_p50: list[float | None]
+    itl_p95: list[float | None]
+    itl_p99: list[float | None]
     tpot_p50: list[float | None]
     tpot_p95: list[float | None]
+    tpot_p99: list[float | None]
     queue_wait_p95: list[float | None]
     pull_p50: list[float | None]
     pull_p95: list[float | None]
+    pull_p99: list[float | None]
     cached: list[float | None]
     queued: list[float]
     events: list[float]
@@ -158,17 +164,19 @@ class _Ring:
             "leases_expired": counted.leases_expired,
         }
         return {
-            "ttft_p50": quantile(TTFT_BUCKETS, minute.ttft, 0.5),
-            "ttft_p95": quantile(TTFT_BUCKETS, minute.ttft, 0.95),
-            "tpot_p50": quantile(TOKEN_BUCKETS, minute.tpot, 0.5),
-            "tpot_p95": quantile(TOKEN_BUCKETS, minute.tpot, 0.95),
+            **_quantiles("ttft", TTFT_BUCKETS, minute.ttft),
+            **_quantiles("itl", TOKEN_BUCKETS, minute.itl),
+            **_quantiles("tpot", TOKEN_BUCKETS, minute.tpot),
+            **_quantiles("pull", self._pull_bounds, minute.pulls),
             "queue_wait_p95": quantile(PHASE_BUCKETS, minute.queue_wait, 0.95),
-            "pull_p50": quantile(self._pull_bounds, minute.pulls, 0.5),
-            "pull_p95": quantile(self._pull_bounds, minute.pulls, 0.95),
             "cached": minute.cached_tokens / minute.prompt_tokens if minute.prompt_tokens else None,
             "queued": counted.queued,
             **{name: count / seconds for name, count in rates.items()},
         }
+
+
+def _quantiles(name: str, bounds: Sequence[float], counts: Sequence[int]) -> dict[str, float | None]:
+    return {f"{name}_p{percent}": quantile(bounds, counts, percent / 100) for percent in (50, 95, 99)}
 
 
 _EMPTY: Mapping[str, float | None] = MappingProxyType(

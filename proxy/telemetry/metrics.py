@@ -53,8 +53,8 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
     """What one process has counted since it started, as far as the charts show it.
 
     `failed` requests are those that ended with an error; `client_errors` (4xx but 429) and `rejected` (429)
-    are part of them. `ttft`, `tpot` and `queue_wait` are counts per bucket (`TTFT_BUCKETS`, `TOKEN_BUCKETS`,
-    `PHASE_BUCKETS`); so are `pulls`, by buckets of those who count them. From `pulls` on the
+    are part of them. `ttft`, `tpot`, `itl` and `queue_wait` are counts per bucket (`TTFT_BUCKETS`,
+    `TOKEN_BUCKETS` twice, `PHASE_BUCKETS`); so are `pulls`, by buckets of those who count them. From `pulls` on the
     agents have counted. `queued` is no count, but how many requests wait now.
     """
 
@@ -68,6 +68,7 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
     queued: int = 0
     ttft: list[int] = msgspec.field(default_factory=lambda: [0] * (len(TTFT_BUCKETS) + 1))
     tpot: list[int] = msgspec.field(default_factory=lambda: [0] * (len(TOKEN_BUCKETS) + 1))
+    itl: list[int] = msgspec.field(default_factory=lambda: [0] * (len(TOKEN_BUCKETS) + 1))
     queue_wait: list[int] = msgspec.field(default_factory=lambda: [0] * (len(PHASE_BUCKETS) + 1))
     pulls: list[int] = []
     pull_bytes: int = 0
@@ -320,6 +321,7 @@ class Metrics:
             queued=_value(self.queue_length),
             ttft=self.ttft.counts(),
             tpot=self.tpot.counts(),
+            itl=self.itl.counts(),
             queue_wait=self.queue_wait.counts(),
         )
 

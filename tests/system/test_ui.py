@@ -28,8 +28,9 @@ EVENTS = "[...document.querySelectorAll('#events tbody tr')].map((row) => row.te
 CHART = "document.activeElement.getAttribute('aria-label') ?? ''"
 FOCUSED = "document.activeElement"
 WIDTHS = (1280, 400)
-NUM_CHARTS = 11
-DRAWN = ("Time to first token", "Streamed tokens per second", "KV pulled per second", "Time of a pull")
+SHOWN_CHARTS = "[...document.querySelectorAll('figure:not([hidden]) .chart')]"
+FOLDED = "[...document.querySelectorAll('.folded')].map((line) => line.textContent).join(' ')"
+DRAWN = ("Time to first token", "Inter-token latency", "Streamed tokens per second", "KV pulled per second", "Time of a pull")
 AXE = Path(__file__).parent / "axe" / "axe.min.js"
 SHOWN = "document.body.dataset.snapshot"
 ADMIN_KEY = "an-operator-of-the-tests"
@@ -78,6 +79,9 @@ async def test_the_page_shows_the_cluster_live(start_cluster: StartCluster, tmp_
 
         await page.evaluate("document.querySelector('#failures .link').click()")
         await page.until("document.querySelector('#request')?.textContent.includes('model not found')")
+
+        assert "Wait in the queue" in await page.evaluate(FOLDED), "what is empty takes no place"
+        assert not await page.evaluate(f"{SHOWN_CHARTS}.some(({{dataset}}) => dataset.points === '0')")
 
         await walk_by_keyboard(page)
         for scheme in ("light", "dark"):
@@ -129,7 +133,7 @@ async def walk_by_keyboard(page: Page) -> None:
     await page.press("Enter")
     await page.until("document.getElementById('connection').textContent === 'live'")
 
-    for chart in range(NUM_CHARTS):
+    for chart in range(await page.evaluate(f"{SHOWN_CHARTS}.length")):
         await page.press("Tab")
         assert await page.evaluate(f"{FOCUSED}.classList.contains('chart')"), chart
         await page.press("Home")

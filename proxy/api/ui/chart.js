@@ -22,10 +22,10 @@ export const forgetColours = () => colours.clear();
 export class Chart {
   constructor({ title, series, format, floor }, group) {
     this.title = title;
-    this.series = series; // [{ key, label, tone, area?, sparse? }]; of a sparse one zeros are not drawn
+    this.series = series; // [{ key, label, tone, area?, sparse? }]; a sparse one is drawn as bars, without its zeros
     this.format = format;
     this.floor = floor; // the smallest maximum of the scale
-    this.group = group;
+    this.group = group; // whose cursor it shows
     this.data = null;
     this.plot = null;
     this.figure = make("figure");
@@ -61,6 +61,11 @@ export class Chart {
     this.showValues();
   }
 
+  /** Whether there is nothing to see; never while it has the keyboard's focus. */
+  get isEmpty() {
+    return this.box.dataset.points === "0" && this.box !== document.activeElement;
+  }
+
   makePlot() {
     const axis = { stroke: () => colour("quiet"), font: "11px system-ui, sans-serif", ticks: { show: false }, grid: { stroke: () => colour("line"), width: 1 } };
     return new uPlot({
@@ -74,7 +79,7 @@ export class Chart {
       },
       axes: [
         { ...axis, size: 22, gap: 4, splits: (plot) => minuteMarks(plot.scales.x.min), values: (_, splits) => splits.map((at) => (at === 0 ? "now" : `${-at / 60} min`)) },
-        { ...axis, size: 58, gap: 4, space: 26, values: (_, splits) => splits.map((value) => (value === 0 ? "0" : this.format(value))) },
+        { ...axis, size: 58, gap: 4, space: 18, values: (_, splits) => splits.map((value) => (value === 0 ? "0" : this.format(value))) },
       ],
       series: [
         {},
@@ -82,8 +87,9 @@ export class Chart {
           label,
           width: 1.6,
           stroke: () => colour(`tone-${tone}`),
-          fill: area ? () => colour("area") : undefined,
-          points: { show: Boolean(sparse), size: 4, fill: () => colour(`tone-${tone}`) },
+          fill: area ? () => colour("area") : sparse ? () => colour(`tone-${tone}`) : undefined,
+          points: { show: false },
+          paths: sparse ? uPlot.paths.bars({ size: [1, 6, 2] }) : undefined,
         })),
       ],
       hooks: { setCursor: [(plot) => this.pointed(plot)] },

@@ -2,30 +2,32 @@
 // The charts of the page. All show the same time at the cursor.
 
 import { Chart, forgetColours } from "./chart.js";
-import { bytes, duration, percent, rate } from "./dom.js";
+import { bytes, duration, make, percent, rate, setText } from "./dom.js";
 
 const quantiles = (key) => [
   { key: `${key}_p50`, label: "p50", tone: "main" },
   { key: `${key}_p95`, label: "p95", tone: "tail" },
+  { key: `${key}_p99`, label: "p99", tone: "end" },
 ];
 
 const TRAFFIC = [
   { title: "Time to first token", series: quantiles("ttft"), format: duration, floor: 0.01 },
+  { title: "Inter-token latency", series: quantiles("itl"), format: duration, floor: 0.001 },
   { title: "Time per output token", series: quantiles("tpot"), format: duration, floor: 0.001 },
   { title: "Streamed tokens per second", series: [{ key: "events", label: "tokens", tone: "main", area: true }], format: rate, floor: 10 },
   {
     title: "Requests per second",
     series: [
       { key: "requests", label: "ended", tone: "main", area: true },
-      { key: "server_errors", label: "5xx", tone: "bad", sparse: true },
       { key: "client_errors", label: "4xx", tone: "warn", sparse: true },
-      { key: "rejected", label: "429", tone: "tail", sparse: true },
+      { key: "rejected", label: "429", tone: "limit", sparse: true },
+      { key: "server_errors", label: "5xx", tone: "bad", sparse: true },
     ],
     format: rate,
     floor: 1,
   },
   { title: "Requests waiting for an agent", series: [{ key: "queued", label: "waiting", tone: "main", area: true }], format: rate, floor: 4 },
-  { title: "Wait in the queue", series: [{ key: "queue_wait_p95", label: "p95 of those that waited", tone: "tail" }], format: duration, floor: 0.1 },
+  { title: "Wait in the queue", series: [{ key: "queue_wait_p95", label: "p95 of those that waited", tone: "main" }], format: duration, floor: 0.1 },
   {
     title: "Retries per second",
     series: [
@@ -44,26 +46,38 @@ const TRANSFER = [
   {
     title: "Pulls that failed, per second",
     series: [
-      { key: "pull_failures", label: "failed", tone: "bad", sparse: true },
       { key: "recomputes", label: "recomputed", tone: "warn", sparse: true },
-      { key: "leases_expired", label: "leases expired", tone: "tail", sparse: true },
+      { key: "leases_expired", label: "leases expired", tone: "limit", sparse: true },
+      { key: "pull_failures", label: "failed", tone: "bad", sparse: true },
     ],
     format: rate,
     floor: 1,
   },
 ];
 
+/** The charts of one part of the page. Those that are empty are named in one line. */
+class Group {
+  constructor(parent, settings, cursor) {
+    this.charts = settings.map((each) => new Chart(each, cursor));
+    this.folded = make("p", "quiet hint folded");
+    parent.append(...this.charts.map(({ figure }) => figure));
+    parent.after(this.folded);
+  }
+
+  fold() {
+    for (const chart of this.charts) chart.figure.hidden = chart.isEmpty;
+    const empty = this.charts.filter((chart) => chart.isEmpty).map(({ title }) => title);
+    setText(this.folded, empty.length ? `Empty in this window: ${empty.join(", ")}.` : "");
+  }
+}
+
 /** All charts of the page. */
 export class Charts {
   constructor(traffic, transfer) {
     this.cursor = null; // slices before the last one, or null
     this.isMoving = false;
-    const build = (parent, settings) => settings.map((each) => {
-      const chart = new Chart(each, this);
-      parent.append(chart.figure);
-      return chart;
-    });
-    this.all = [...build(traffic, TRAFFIC), ...build(transfer, TRANSFER)];
+    this.groups = [new Group(traffic, TRAFFIC, this), new Group(transfer, TRANSFER, this)];
+    this.all = this.groups.flatMap(({ charts }) => charts);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
       forgetColours();
       for (const { plot } of this.all) plot?.redraw(false, true);
@@ -73,6 +87,7 @@ export class Charts {
   show(charts) {
     if (this.cursor !== null) this.cursor = Math.min(this.cursor, charts.events.length - 1);
     for (const chart of this.all) chart.show(charts);
+    for (const group of this.groups) group.fold();
   }
 
   move(cursor) {
