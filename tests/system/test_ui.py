@@ -51,6 +51,7 @@ async def test_the_page_shows_the_cluster_live(start_cluster: StartCluster, tmp_
         assert set(await page.evaluate(AGENTS)) == set(hosts.values())
         await page.until("document.getElementById('readiness').textContent === 'ready'")
 
+        assert await page.evaluate("document.getElementById('errors').hidden"), "nothing has failed"
         answers = await complete_all(
             cluster.url,
             [
@@ -77,8 +78,13 @@ async def test_the_page_shows_the_cluster_live(start_cluster: StartCluster, tmp_
         pair = await page.evaluate("document.querySelector('#pairs tbody tr').textContent")
         assert pair.startswith(hosts["decode"] + hosts["prefill"])
 
+        message = "no agent serves this model: 'unheard-of'"
+        assert message in await page.evaluate("document.querySelector('#failures tbody').textContent")
+        top = "document.getElementById('errors').getBoundingClientRect().top"
+        assert await page.evaluate(top) < 300, "errors are seen without scrolling"
         await page.evaluate("document.querySelector('#failures .link').click()")
         await page.until("document.querySelector('#request')?.textContent.includes('model not found')")
+        assert await page.evaluate("document.querySelector('#request .problem').textContent") == message
 
         assert "Wait in the queue" in await page.evaluate(FOLDED), "what is empty takes no place"
         assert not await page.evaluate(f"{SHOWN_CHARTS}.some(({{dataset}}) => dataset.points === '0')")

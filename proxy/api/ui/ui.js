@@ -21,7 +21,7 @@ const STALE_MS = 4000;
 const charts = new Charts(byId("charts"), byId("transfer-charts"));
 const nodes = new Nodes(new Drains((text) => setText(byId("announcement"), text)));
 const requests = new RequestLookup();
-const errors = new Errors((id) => requests.find(id));
+const errors = new Errors((id) => requests.find(id), (address) => nodes.nameAt(address));
 
 /* ---- requests in flight ---- */
 
