@@ -45,6 +45,7 @@ from kvferry.proxy.settings import (
     fleet_settings,
     listening_socket,
     pool_settings,
+    proxy_facts,
 )
 from kvferry.proxy.telemetry.collectors import AgentCollector, FleetCollector, ScalingCollector
 from kvferry.proxy.telemetry.history import FailureLog, History
@@ -162,7 +163,16 @@ async def running_proxy(
     transfers = TransferTotals(clock)
     fleet.registry.subscribe(transfers.note)
     discovery = Discovery(discovery_settings(config, keys), fleet.registry, metrics, clock)
-    views = OperatorApi(fleet, metrics, history, failures, timelines, transfers, discovery.down)
+    views = OperatorApi(
+        fleet,
+        metrics,
+        history,
+        failures,
+        timelines,
+        transfers,
+        discovery.down,
+        lambda: proxy_facts(config, discovery.port),
+    )
     metrics.add_collector(FleetCollector(fleet.registry.snapshot, fleet.registry.lost, discovery.down))
     metrics.add_collector(AgentCollector(fleet))
     metrics.add_collector(ScalingCollector(fleet))

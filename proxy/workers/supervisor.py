@@ -32,6 +32,7 @@ from kvferry.proxy.api.operator.pages import (
     Activity,
     FleetView,
     Page,
+    ProxyFacts,
     dashboard_page,
     end_page,
     fleet_page,
@@ -45,7 +46,14 @@ from kvferry.proxy.fleet.circuit_breaker import BreakerState
 from kvferry.proxy.fleet.fleet import note_model
 from kvferry.proxy.fleet.registry import PAUSE_CHECK_INTERVAL_S, Registry
 from kvferry.proxy.fleet.snapshot import Node, NodeState
-from kvferry.proxy.settings import Keys, base_url, discovery_settings, fleet_settings, listening_socket
+from kvferry.proxy.settings import (
+    Keys,
+    base_url,
+    discovery_settings,
+    fleet_settings,
+    listening_socket,
+    proxy_facts,
+)
 from kvferry.proxy.telemetry.collectors import FleetCollector
 from kvferry.proxy.telemetry.event_log import EventKind, EventLog
 from kvferry.proxy.telemetry.history import SLICE_S, FailureLog, History
@@ -136,7 +144,16 @@ async def running_workers(
     registry = Registry(clock, rules=fleet_settings(config).rules)
     discovery = Discovery(discovery_settings(config, keys), registry, metrics, clock)
     with reserved_port(config.host, config.port) as port:
-        supervisor = Supervisor(config, port, registry, metrics, discovery.down, clock, clock() + settle_s)
+        supervisor = Supervisor(
+            config,
+            port,
+            registry,
+            metrics,
+            discovery.down,
+            clock,
+            clock() + settle_s,
+            lambda: proxy_facts(config, discovery.port),
+        )
         async with (
             discovery.running(supervisor.in_flight) as discovery_port,
             asyncio.TaskGroup() as tasks,
@@ -168,6 +185,7 @@ class Supervisor:
         down: Callable[[], Sequence[DownServer]],
         clock: Callable[[], float],
         settled_at: float = float("-inf"),
+        facts: Callable[[], ProxyFacts] = ProxyFacts,
     ) -> None:
         self._settled_at = settled_at
         self._config = config
@@ -175,6 +193,7 @@ class Supervisor:
         self._registry = registry
         self._metrics = metrics
         self._down = down
+        self._facts = facts
         self._clock = clock
         self._workers: set[WorkerSession] = set()
         self._num_listening = asyncio.Semaphore(0)
@@ -268,6 +287,7 @@ class Supervisor:
             history=self._history,
             failures=failures.latest(),
             transfers=self._transfers,
+            proxy=self._facts(),
         )
 
     def _events(self) -> EventLog:

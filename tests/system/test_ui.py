@@ -112,6 +112,33 @@ async def test_the_page_shows_the_cluster_live(start_cluster: StartCluster, tmp_
         await page.until("document.getElementById('connection').textContent.includes('does not respond')")
 
 
+@pytest.mark.timeout(120)
+async def test_an_empty_fleet_and_whose_page_it_is(tmp_path: Path) -> None:
+    """The title and the header name the cluster, and the page says how to start an agent; on a phone too."""
+    config = ProxyConfig(port=0, discovery_port=0, cluster_name="east <1>")
+    async with running_proxy(config) as proxy, open_page(tmp_path / "profile") as page:
+        await page.resize(390)
+        await page.goto(f"{proxy.url}/ui")
+        await page.until("document.title === 'east <1> not ready · kvferry'")
+        assert await page.evaluate("document.getElementById('proxy-name').textContent") == "east <1>"
+        discovery = f"127.0.0.1:{proxy.discovery_port}"
+        command = await page.evaluate("document.getElementById('next-command').innerText")
+        assert command == f"kvferry agent --proxy {discovery} --model FOLDER"
+        assert await page.evaluate(f"{SHOWN_CHARTS}.length") == 0, "nothing has happened"
+
+        async with PingingFleet(discovery, 4).pinging():
+            await page.until("document.title === 'east <1> · kvferry'")
+            assert await page.evaluate("document.getElementById('next-step').hidden")
+            await page.until(f"{EVENTS}.some((event) => event.includes('ready'))")
+            rights = "(selector) => [...document.querySelectorAll(selector)].map((each) => each.getBoundingClientRect())"
+            shown = f"({rights})('#events .narrow').filter(({{ width }}) => width)"
+            assert await page.evaluate(f"{shown}.length") >= 4, "the details of events"
+            assert await page.evaluate(f"Math.max(...{shown}.map(({{ right }}) => right))") <= 390
+            middles = f"({rights})('#pause, #windows').map(({{ top, bottom }}) => Math.round((top + bottom) / 2))"
+            assert len(set(await page.evaluate(middles))) == 1, "Pause is in one line with the window"
+        assert not page.complaints
+
+
 async def drain_and_undrain(page: Page, host: str) -> None:
     """By the buttons of the page, which the event log then shows."""
     for word, state in (("Drain", "drained"), ("Undrain", "ready")):

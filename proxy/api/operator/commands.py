@@ -14,6 +14,7 @@ from kvferry.proxy.api.operator.pages import (
     Activity,
     FleetView,
     Page,
+    ProxyFacts,
     dashboard_page,
     end_page,
     fleet_page,
@@ -77,6 +78,7 @@ class OperatorApi:
         timelines: Timelines,
         transfers: TransferTotals,
         down: Callable[[], Sequence[Mapping[str, object]]],
+        facts: Callable[[], ProxyFacts] = ProxyFacts,
     ) -> None:
         self._fleet = fleet
         self._metrics = metrics
@@ -85,6 +87,7 @@ class OperatorApi:
         self._timelines = timelines
         self._transfers = transfers
         self._down = down
+        self._facts = facts
         self._pages = PageCache(fleet.clock)
 
     async def page(self, name: PageName) -> Page:
@@ -102,6 +105,7 @@ class OperatorApi:
                 history=self._history,
                 failures=self._failures.latest(),
                 transfers=self._transfers,
+                proxy=self._facts(),
             )
             return await dashboard_page(view, activity)
         return await fleet_page(name, view)

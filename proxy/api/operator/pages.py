@@ -73,6 +73,21 @@ class FleetView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProxyFacts:
+    """Which proxy this is, and where agents announce themselves.
+
+    `discovery_host`: the address bound; empty where that is every address of this machine.
+    """
+
+    cluster_name: str = ""
+    machine: str = ""
+    version: str = ""
+    discovery_host: str = ""
+    discovery_port: int = 0
+    has_cluster_key: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Activity:
     """What goes on, beside the fleet itself, as the operator's page shows it.
 
@@ -83,6 +98,7 @@ class Activity:
     history: History
     failures: Sequence[FailureCount]
     transfers: TransferTotals
+    proxy: ProxyFacts
 
 
 async def fleet_page(name: Literal["models", "ready", "nodes", "targets"], view: FleetView) -> Page:
@@ -131,6 +147,7 @@ async def dashboard_page(view: FleetView, activity: Activity) -> Page:
     body = await _written(
         {
             "time": time.time(),
+            "proxy": activity.proxy,
             "readiness": await readiness(view),
             "nodes": _nodes(view, MAX_SHOWN),
             "num_nodes": len(snapshot.nodes),

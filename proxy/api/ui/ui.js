@@ -7,6 +7,7 @@ import { age, byId, bytes, duration, host, make, pill, setClass, setText, words 
 import { Drains } from "./drain.js";
 import { Errors } from "./errors.js";
 import { Nodes } from "./nodes.js";
+import { showNextStep, showProxy } from "./proxy.js";
 import { RequestLookup } from "./requests.js";
 import { Table } from "./tables.js";
 
@@ -73,13 +74,19 @@ function eventColumn(cell, { kind, count }) {
 const eventAgent = ({ name, address, role }) =>
   name ? `${name}, ${host(address)}` : address ? `${role}, ${host(address)}` : "this proxy";
 
+/** On a phone the detail is below the agent. */
+function showEventAgent({ children: [agent, detail] }, event) {
+  setText(agent, eventAgent(event));
+  setText(detail, event.detail);
+}
+
 const events = new Table(
   byId("events"),
   [
     { title: "When", value: ({ age_s: seconds }) => seconds, text: ({ age_s: seconds }) => age(seconds) },
     { title: "Event", make: (cell) => cell.append(make("span")), show: eventColumn },
-    { title: "Agent", value: ({ address }) => address, text: eventAgent },
-    { title: "Detail", value: ({ detail }) => detail, className: "prose" },
+    { title: "Agent", make: (cell) => cell.append(make("span"), make("span", "message narrow")), show: showEventAgent, className: "prose" },
+    { title: "Detail", value: ({ detail }) => detail, className: "prose wide" },
   ],
   { key: ({ number }) => number, empty: "Nothing has happened since this proxy started." },
 );
@@ -118,15 +125,6 @@ function showTransfers({ totals, pull_failures: reasons, num_pairs: number, pair
   pairs.show(list);
 }
 
-function showReadiness({ ready, waiting }) {
-  const word = byId("readiness");
-  setText(word, ready ? "ready" : "not ready");
-  setClass(word, pill(ready ? "good" : "bad"));
-  const reasons = Object.entries(waiting).map(([model, why]) => (model ? `${model}: ${why}` : why));
-  setText(byId("reason"), reasons.join("; "));
-  document.title = ready ? "kvferry" : "kvferry: not ready";
-}
-
 /* ---- windows ---- */
 
 let shownWindow = "charts"; // the snapshot's field
@@ -143,7 +141,8 @@ for (const button of document.querySelectorAll("#windows button")) {
 
 function show(snapshot) {
   latest = snapshot;
-  showReadiness(snapshot.readiness);
+  showProxy(snapshot.proxy, snapshot.readiness);
+  showNextStep(snapshot.proxy, !snapshot.num_nodes && !snapshot.lost.length);
   showPhases(snapshot.in_flight);
   charts.show(snapshot[shownWindow]);
   nodes.show(snapshot);

@@ -9,6 +9,7 @@ import re
 import socket
 import sys
 from contextlib import AsyncExitStack
+from importlib.metadata import version
 from typing import Any, Literal
 from urllib.parse import quote
 
@@ -131,6 +132,21 @@ async def test_an_error_is_shown_with_its_message_and_the_agent_that_had_the_req
     assert failed["agent"] == failing.address
     page = await timeline(stage, "failing")
     assert (page["code"], page["message"]) == (failed["code"], failed["message"])
+
+
+async def test_the_feed_says_which_proxy_it_is_and_where_agents_find_it(start_stage: StartStage) -> None:
+    """D, "/ui": two tabs looked the same, and an empty fleet's page named no next step."""
+    stage = await start_stage(cluster_name="of the tests")
+    async with stage.http.get(f"{stage.proxy.url}/ui/events") as response:
+        facts = (await next_snapshot(response))["proxy"]
+    assert facts == {
+        "cluster_name": "of the tests",
+        "machine": socket.gethostname(),
+        "version": version("kvferry"),
+        "discovery_host": "127.0.0.1",
+        "discovery_port": stage.proxy.discovery_port,
+        "has_cluster_key": False,
+    }
 
 
 async def test_a_refused_agent_is_shown_with_the_reason(start_stage: StartStage) -> None:
