@@ -47,6 +47,7 @@ from kvferry.proxy.settings import (
     pool_settings,
     proxy_facts,
 )
+from kvferry.proxy.telemetry.agent_history import AgentHistories
 from kvferry.proxy.telemetry.collectors import AgentCollector, FleetCollector, ScalingCollector
 from kvferry.proxy.telemetry.history import FailureLog, History
 from kvferry.proxy.telemetry.metrics import Metrics
@@ -162,6 +163,8 @@ async def running_proxy(
     fleet = Fleet(fleet_settings(config), metrics, clock, clock() + settle_s)
     transfers = TransferTotals(clock)
     fleet.registry.subscribe(transfers.note)
+    agents = AgentHistories(clock)
+    fleet.registry.subscribe(agents.note)
     discovery = Discovery(discovery_settings(config, keys), fleet.registry, metrics, clock)
     views = OperatorApi(
         fleet,
@@ -170,6 +173,7 @@ async def running_proxy(
         failures,
         timelines,
         transfers,
+        agents,
         discovery.down,
         lambda: proxy_facts(config, discovery.port),
     )

@@ -7,7 +7,7 @@ No build step and no external resources: the content security policy lets the pa
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable
 from pathlib import Path
 
 from quart import Quart, Response, redirect
@@ -15,8 +15,9 @@ from werkzeug.wrappers import Response as AnyResponse
 
 from kvferry.proxy import sse
 from kvferry.proxy.api.operator.commands import OperatorApi
-from kvferry.proxy.api.operator.pages import JSON
+from kvferry.proxy.api.operator.pages import JSON, Page
 from kvferry.proxy.errors import ProxyError, TooManyViewers
+from kvferry.proxy.wire.registration import Incarnation
 
 INTERVAL_S = 1.0
 MAX_VIEWERS = 32
@@ -114,14 +115,21 @@ def add_dashboard(app: Quart, feed: DashboardFeed, views: OperatorApi) -> None:
     async def part(name: str) -> Response:
         return file(name)
 
-    # A path, since clients choose the ids.
-    @app.get("/ui/requests/<path:request_id>")
-    async def timeline(request_id: str) -> Response:
+    async def data(making: Awaitable[Page]) -> Response:
         try:
-            made = await views.timeline(request_id)
+            made = await making
         except ProxyError as error:
             return Response(error.body(), error.status, error.headers, content_type=JSON)
         return Response(made.body, made.status, HEADERS, content_type=made.content_type)
+
+    # A path, since clients choose the ids.
+    @app.get("/ui/requests/<path:request_id>")
+    async def timeline(request_id: str) -> Response:
+        return await data(views.timeline(request_id))
+
+    @app.get("/ui/agents/<path:incarnation>")
+    async def agent(incarnation: str) -> Response:
+        return await data(views.agent(Incarnation(incarnation)))
 
     @app.get(EVENTS_PATH)
     async def events() -> Response:

@@ -134,6 +134,13 @@ class PageRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     name: PageName
 
 
+class AgentRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Ask for what is known of an agent; the response is its page."""
+
+    seq: int
+    agent: Incarnation
+
+
 class DrainRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Set an agent's `drained` in every worker; the response is its entry in `/nodes`."""
 
@@ -151,7 +158,15 @@ class EndRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 ToWorker = Start | Registration | Departure | SetDrained | Collect | FindTimeline | PageResponse | Stop
 ToSupervisor = (
-    Listening | Heartbeat | Report | FoundTimeline | PageRequest | DrainRequest | EndRequest | TimelineRequest
+    Listening
+    | Heartbeat
+    | Report
+    | FoundTimeline
+    | PageRequest
+    | AgentRequest
+    | DrainRequest
+    | EndRequest
+    | TimelineRequest
 )
 
 Out = TypeVar("Out")

@@ -33,6 +33,7 @@ from kvferry.proxy.api.operator.pages import (
     FleetView,
     Page,
     ProxyFacts,
+    agent_page,
     dashboard_page,
     end_page,
     fleet_page,
@@ -54,6 +55,7 @@ from kvferry.proxy.settings import (
     listening_socket,
     proxy_facts,
 )
+from kvferry.proxy.telemetry.agent_history import AgentHistories
 from kvferry.proxy.telemetry.collectors import FleetCollector
 from kvferry.proxy.telemetry.event_log import EventKind, EventLog
 from kvferry.proxy.telemetry.history import SLICE_S, FailureLog, History
@@ -69,6 +71,7 @@ from kvferry.proxy.telemetry.transfer_totals import TransferTotals
 from kvferry.proxy.wire.registration import PULL_BUCKETS, Bye, Incarnation, Register
 from kvferry.proxy.workers.messages import (
     HEARTBEAT_INTERVAL_S,
+    AgentRequest,
     AgentStatus,
     ChannelClosed,
     Collect,
@@ -205,11 +208,13 @@ class Supervisor:
         self._ended_failures = FailureLog()
         self._history = History(PULL_BUCKETS)
         self._transfers = TransferTotals(clock)
+        self._agents = AgentHistories(clock)
         self._pages = PageCache(clock)
         self._fleet_metrics = FleetCollector(lambda: self._view().snapshot, registry.lost, down)
         registry.subscribe(partial(note_model, metrics))
         registry.subscribe(self._broadcast)
         registry.subscribe(self._transfers.note)
+        registry.subscribe(self._agents.note)
 
     async def started(self) -> None:
         """Wait until as many workers as there are to be listen. Raises `WorkersFailed`."""
@@ -302,6 +307,11 @@ class Supervisor:
         found = await asyncio.gather(*(worker.find_timeline(request_id) for worker in self._workers))
         body = next((timeline for timeline in found if timeline is not None), None)
         return timeline_page(request_id, None) if body is None else Page(body=body)
+
+    async def agent(self, agent: Incarnation) -> Page:
+        """Return what is known of an agent, or a 404."""
+        await self._collect()
+        return agent_page(self._view(), agent, self._agents)
 
     async def drain(self, agent: Incarnation, drained: bool) -> Page:
         """Take an agent out of rotation in every worker, or put it back; return its entry in `/nodes`."""
@@ -472,6 +482,8 @@ class WorkerSession:
                             tasks.create_task(self._respond(seq, self._supervisor.timeline(request_id)))
                         case PageRequest(seq=seq, name=name):
                             tasks.create_task(self._respond(seq, self._supervisor.page(name)))
+                        case AgentRequest(seq=seq, agent=agent):
+                            tasks.create_task(self._respond(seq, self._supervisor.agent(agent)))
                         case DrainRequest(seq=seq, agent=agent, drained=drained):
                             tasks.create_task(self._respond(seq, self._supervisor.drain(agent, drained)))
                         case EndRequest(seq=seq, agent=agent):

@@ -32,6 +32,7 @@ from kvferry.proxy.server import serving
 from kvferry.proxy.settings import Keys, fleet_settings, listening_socket
 from kvferry.proxy.telemetry.collectors import AgentCollector, ScalingCollector
 from kvferry.proxy.telemetry.event_log import SEEN_BY_WORKERS
+from kvferry.proxy.telemetry.agent_history import AgentHistories
 from kvferry.proxy.telemetry.history import FailureLog, History
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.telemetry.timelines import Timelines
@@ -39,6 +40,7 @@ from kvferry.proxy.telemetry.transfer_totals import TransferTotals
 from kvferry.proxy.wire.registration import Incarnation
 from kvferry.proxy.workers.messages import (
     HEARTBEAT_INTERVAL_S,
+    AgentRequest,
     AgentStatus,
     ChannelClosed,
     Collect,
@@ -92,9 +94,9 @@ class Worker(OperatorApi):
         timelines: Timelines,
         stop: StopRequest,
     ) -> None:
-        # What pings report is added up by the supervisor.
-        transfers = TransferTotals(fleet.clock)
-        super().__init__(fleet, metrics, History(), failures, timelines, transfers, down=list)
+        # What pings report is kept by the supervisor.
+        transfers, agents = TransferTotals(fleet.clock), AgentHistories(fleet.clock)
+        super().__init__(fleet, metrics, History(), failures, timelines, transfers, agents, down=list)
         self._channel = channel
         self._seq = itertools.count()
         self._pending: dict[int, asyncio.Future[Page]] = {}
@@ -168,6 +170,10 @@ class Worker(OperatorApi):
         seq = next(self._seq)
         return await self._request(seq, TimelineRequest(seq=seq, request_id=request_id))
 
+    async def agent(self, agent: Incarnation) -> Page:
+        seq = next(self._seq)
+        return await self._request(seq, AgentRequest(seq=seq, agent=agent))
+
     async def drain(self, agent: Incarnation, drained: bool) -> Page:
         seq = next(self._seq)
         return await self._request(seq, DrainRequest(seq=seq, agent=agent, drained=drained))
@@ -177,7 +183,9 @@ class Worker(OperatorApi):
         return await self._request(seq, EndRequest(seq=seq, agent=agent))
 
     async def _request(
-        self, seq: int, message: PageRequest | DrainRequest | EndRequest | TimelineRequest
+        self,
+        seq: int,
+        message: PageRequest | AgentRequest | DrainRequest | EndRequest | TimelineRequest,
     ) -> Page:
         if self.is_orphaned:
             raise SupervisorUnavailable("the supervisor has ended")

@@ -28,7 +28,7 @@ EVENTS = "[...document.querySelectorAll('#events tbody tr')].map((row) => row.te
 CHART = "document.activeElement.getAttribute('aria-label') ?? ''"
 FOCUSED = "document.activeElement"
 WIDTHS = (1280, 400)
-SHOWN_CHARTS = "[...document.querySelectorAll('figure:not([hidden]) .chart')]"
+SHOWN_CHARTS = "[...document.querySelectorAll('main figure:not([hidden]) .chart')]"
 FOLDED = "[...document.querySelectorAll('.folded')].map((line) => line.textContent).join(' ')"
 DRAWN = ("Time to first token", "Inter-token latency", "Streamed tokens per second", "KV pulled per second", "Time of a pull")
 AXE = Path(__file__).parent / "axe" / "axe.min.js"
@@ -136,6 +136,13 @@ async def test_an_empty_fleet_and_whose_page_it_is(tmp_path: Path) -> None:
             assert await page.evaluate(f"Math.max(...{shown}.map(({{ right }}) => right))") <= 390
             middles = f"({rights})('#pause, #windows').map(({{ top, bottom }}) => Math.round((top + bottom) / 2))"
             assert len(set(await page.evaluate(middles))) == 1, "Pause is in one line with the window"
+
+            await page.evaluate("document.querySelector('#nodes .name').click()")
+            for chart in ("Sequences", "KV blocks in use"):
+                drawn = f"document.querySelector('#agent-charts [aria-label^=\"{chart}\"]')?.dataset.points > 1"
+                await page.until(drawn)
+            facts = await page.evaluate("document.getElementById('agent-facts').innerText")
+            assert "NVIDIA H200" in facts and "4,096 of 16 tokens" in facts
         assert not page.complaints
 
 
@@ -182,10 +189,16 @@ async def walk_by_keyboard(page: Page) -> None:
     assert await page.evaluate(AGENTS) == before[::-1]
     await page.evaluate("document.querySelector('#nodes .name').focus()")
     await page.press("Enter")
-    assert await page.evaluate("document.getElementById('node-dialog').open")
+    assert await page.evaluate("document.getElementById('agent-dialog').open")
     seen = await page.evaluate("document.body.dataset.snapshot")
     await page.until(f"document.body.dataset.snapshot !== {seen!r}")
-    assert await page.evaluate("document.getElementById('node-dialog').open"), "a new snapshot keeps it open"
+    assert await page.evaluate("document.getElementById('agent-dialog').open"), "a new snapshot keeps it open"
+    await page.until("!document.getElementById('agent-charts').hidden")
+    facts = await page.evaluate("document.getElementById('agent-facts').innerText")
+    for fact in ("CPU", "of 16 tokens, ", "float32", "running of at most", "Up for", "0.1.0"):
+        assert fact in facts, fact
+    address = await page.evaluate("document.getElementById('agent-metrics').href")
+    assert address.startswith("http://127.0.0.1:") and address.endswith("/metrics")
     await page.press("Escape")
     assert await page.evaluate(f"{FOCUSED}.classList.contains('name')"), "and takes no focus"
 

@@ -15,6 +15,7 @@ from kvferry.proxy.api.operator.pages import (
     FleetView,
     Page,
     ProxyFacts,
+    agent_page,
     dashboard_page,
     end_page,
     fleet_page,
@@ -22,6 +23,7 @@ from kvferry.proxy.api.operator.pages import (
     timeline_page,
 )
 from kvferry.proxy.fleet.fleet import Fleet
+from kvferry.proxy.telemetry.agent_history import AgentHistories
 from kvferry.proxy.telemetry.history import FailureLog, History
 from kvferry.proxy.telemetry.metrics import CONTENT_TYPE, Metrics
 from kvferry.proxy.telemetry.timelines import Timelines
@@ -77,6 +79,7 @@ class OperatorApi:
         failures: FailureLog,
         timelines: Timelines,
         transfers: TransferTotals,
+        agents: AgentHistories,
         down: Callable[[], Sequence[Mapping[str, object]]],
         facts: Callable[[], ProxyFacts] = ProxyFacts,
     ) -> None:
@@ -86,6 +89,7 @@ class OperatorApi:
         self._failures = failures
         self._timelines = timelines
         self._transfers = transfers
+        self._agents = agents
         self._down = down
         self._facts = facts
         self._pages = PageCache(fleet.clock)
@@ -109,6 +113,10 @@ class OperatorApi:
             )
             return await dashboard_page(view, activity)
         return await fleet_page(name, view)
+
+    async def agent(self, agent: Incarnation) -> Page:
+        """Return what is known of one agent, its last hour included, or a 404. Raises `ProxyError`."""
+        return agent_page(self.view(), agent, self._agents)
 
     async def timeline(self, request_id: str) -> Page:
         """Return the way of one of the latest requests, or a 404. Raises `ProxyError`."""

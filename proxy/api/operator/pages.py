@@ -26,6 +26,7 @@ from kvferry.proxy.fleet.snapshot import (
     count_incompatible,
     incompatible_pairs,
 )
+from kvferry.proxy.telemetry.agent_history import AgentHistories
 from kvferry.proxy.telemetry.event_log import EventLog, FleetEvent
 from kvferry.proxy.telemetry.history import FailureCount, History
 from kvferry.proxy.telemetry.transfer_totals import TransferTotals
@@ -120,8 +121,25 @@ def node_page(view: FleetView, agent: Incarnation) -> Page:
     for position, node in enumerate(view.snapshot.nodes):
         if node.incarnation == agent:
             return _json(_node(position, view, UnpairedReasons(view.snapshot)))
-    error = NotFound(404, f"no agent has the incarnation {agent!r}")
-    return Page(status=error.status, body=error.body())
+    return _no_agent(agent)
+
+
+def agent_page(view: FleetView, agent: Incarnation, histories: AgentHistories) -> Page:
+    """Return what the operator's page shows of one agent, or a 404."""
+    for position, node in enumerate(view.snapshot.nodes):
+        if node.incarnation == agent:
+            info = node.info
+            return _json(
+                {
+                    **_node(position, view, UnpairedReasons(view.snapshot)),
+                    "device": info.device,
+                    "uptime_s": info.uptime_s,
+                    "max_model_len": info.max_model_len,
+                    "geometry": info.geometry,
+                    **histories.charts(agent),
+                }
+            )
+    return _no_agent(agent)
 
 
 def end_page(asked: bool | None, view: FleetView, agent: Incarnation) -> Page:
@@ -295,6 +313,11 @@ def _node(position: int, view: FleetView, unpaired: UnpairedReasons) -> dict[str
         "last_ping_s": round(view.now - node.heard_at, 3),
         "not_paired": unpaired.not_paired(position),
     }
+
+
+def _no_agent(agent: Incarnation) -> Page:
+    error = NotFound(404, f"no agent has the incarnation {agent!r}")
+    return Page(status=error.status, body=error.body())
 
 
 def _rejected_agents(snapshot: Snapshot, now: float) -> list[dict[str, Any]]:

@@ -3,7 +3,6 @@
 
 import { age, make, setText } from "./dom.js";
 
-const HEIGHT = 140;
 const RECENT_S = 20; // without a cursor, the latest value of so many seconds is shown
 const PAGE_SLICES = 15; // by which PageUp and PageDown move
 
@@ -22,7 +21,7 @@ export const forgetColours = () => colours.clear();
 export class Chart {
   constructor({ title, series, format, floor }, group) {
     this.title = title;
-    this.series = series; // [{ key, label, tone, area?, sparse? }]; a sparse one is drawn as bars, without its zeros
+    this.series = series; // [{ key, label, tone, area?, sparse? }]; sparse ones, which are last, are stacked bars
     this.format = format;
     this.floor = floor; // the smallest maximum of the scale
     this.group = group; // whose cursor it shows
@@ -56,7 +55,7 @@ export class Chart {
     this.data = { times, slice_s: charts.slice_s, lines: this.series.map(({ key }) => charts[key]) };
     this.box.dataset.points = this.data.lines.flat().filter((value) => value !== null && value !== 0).length;
     if (!this.plot) this.plot = this.makePlot();
-    const drawn = this.data.lines.map((line, index) => (this.series[index].sparse ? line.map((value) => value || null) : line));
+    const drawn = this.data.lines.map((line, index) => (this.series[index].sparse ? stacked(this.data.lines.slice(index)) : line));
     this.plot.setData([times, ...drawn]);
     this.showValues();
   }
@@ -70,7 +69,7 @@ export class Chart {
     const axis = { stroke: () => colour("quiet"), font: "11px system-ui, sans-serif", ticks: { show: false }, grid: { stroke: () => colour("line"), width: 1 } };
     return new uPlot({
       width: this.box.clientWidth || 300,
-      height: HEIGHT,
+      height: this.box.clientHeight,
       legend: { show: false },
       cursor: { y: false, drag: { x: false, y: false }, points: { show: false } },
       scales: {
@@ -97,7 +96,7 @@ export class Chart {
   }
 
   resize() {
-    if (this.plot && this.box.clientWidth) this.plot.setSize({ width: this.box.clientWidth, height: HEIGHT });
+    if (this.plot && this.box.clientWidth) this.plot.setSize({ width: this.box.clientWidth, height: this.box.clientHeight });
   }
 
   /** The pointer has moved over this chart. */
@@ -143,6 +142,11 @@ export class Chart {
     const recent = line.slice(-Math.max(1, Math.ceil(RECENT_S / this.data.slice_s)));
     return recent.findLast((value) => value !== null) ?? null;
   }
+}
+
+/** Bars that stand on those of the series behind: none hides another. */
+function stacked([line, ...behind]) {
+  return line.map((value, slice) => behind.reduce((sum, { [slice]: more }) => sum + more, value) || null);
 }
 
 /** Minutes that are round, at most six of them, from `oldest` (negative seconds) to now. */

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The charts of the page. All show the same time at the cursor.
+// Which charts there are, and a cursor that they share.
 
 import { Chart, forgetColours } from "./chart.js";
 import { bytes, duration, make, percent, rate, setText } from "./dom.js";
@@ -10,7 +10,7 @@ const quantiles = (key) => [
   { key: `${key}_p99`, label: "p99", tone: "end" },
 ];
 
-const TRAFFIC = [
+export const TRAFFIC = [
   { title: "Time to first token", series: quantiles("ttft"), format: duration, floor: 0.01 },
   { title: "Inter-token latency", series: quantiles("itl"), format: duration, floor: 0.001 },
   { title: "Time per output token", series: quantiles("tpot"), format: duration, floor: 0.001 },
@@ -40,7 +40,7 @@ const TRAFFIC = [
   { title: "Prompt tokens from a prefix cache", series: [{ key: "cached", label: "cached", tone: "main", area: true }], format: percent, floor: 1 },
 ];
 
-const TRANSFER = [
+export const TRANSFER = [
   { title: "KV pulled per second", series: [{ key: "pull_bytes", label: "bytes", tone: "main", area: true }], format: bytes, floor: 1000 },
   { title: "Time of a pull", series: quantiles("pull"), format: duration, floor: 0.01 },
   {
@@ -51,6 +51,28 @@ const TRANSFER = [
       { key: "pull_failures", label: "failed", tone: "bad", sparse: true },
     ],
     format: rate,
+    floor: 1,
+  },
+];
+
+/** Of one agent. */
+export const AGENT = [
+  {
+    title: "Sequences",
+    series: [
+      { key: "running", label: "running", tone: "main", area: true },
+      { key: "waiting", label: "waiting", tone: "tail" },
+    ],
+    format: rate,
+    floor: 4,
+  },
+  {
+    title: "KV blocks in use",
+    series: [
+      { key: "kv_used", label: "all", tone: "main", area: true },
+      { key: "kv_leased", label: "leased to a reader", tone: "end" },
+    ],
+    format: percent,
     floor: 1,
   },
 ];
@@ -71,12 +93,12 @@ class Group {
   }
 }
 
-/** All charts of the page. */
+/** Charts with one cursor; `parts` are elements with the settings of the charts in them. */
 export class Charts {
-  constructor(traffic, transfer) {
+  constructor(parts) {
     this.cursor = null; // slices before the last one, or null
     this.isMoving = false;
-    this.groups = [new Group(traffic, TRAFFIC, this), new Group(transfer, TRANSFER, this)];
+    this.groups = parts.map(([parent, settings]) => new Group(parent, settings, this));
     this.all = this.groups.flatMap(({ charts }) => charts);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
       forgetColours();
@@ -85,7 +107,6 @@ export class Charts {
   }
 
   show(charts) {
-    if (this.cursor !== null) this.cursor = Math.min(this.cursor, charts.events.length - 1);
     for (const chart of this.all) chart.show(charts);
     for (const group of this.groups) group.fold();
   }

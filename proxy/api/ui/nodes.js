@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The agents: one line each, with the fields of /nodes behind its name.
+// The agents: one line each, with a dialog behind its name.
 
 import { age, byId, host, make, nameOf, percent, pill, setClass, setText } from "./dom.js";
 import { Table } from "./tables.js";
@@ -36,22 +36,17 @@ const busy = ({ load }) => (load ? load.running + load.waiting : -1);
 const kvShare = ({ load }) => (load?.kv_blocks_total ? 1 - load.kv_blocks_free / load.kv_blocks_total : -1);
 
 export class Nodes {
-  constructor(drains) {
+  constructor(dialog, drains) {
     this.nodes = [];
     this.names = new Map(); // by address
-    this.opened = null; // the incarnation whose fields are shown
     this.busiest = 4;
+    this.dialog = dialog;
     this.drains = drains;
     this.filter = byId("filter");
     this.filter.addEventListener("input", () => this.showRows());
     byId("lost").addEventListener("click", () => {
       this.filter.value = "lost";
       this.showRows();
-    });
-    this.dialog = byId("node-dialog");
-    byId("node-close").addEventListener("click", () => this.dialog.close());
-    this.dialog.addEventListener("close", () => {
-      this.opened = null;
     });
     this.table = new Table(byId("nodes"), this.columns(), {
       key: (node) => node.incarnation,
@@ -87,7 +82,7 @@ export class Nodes {
     setText(byId("lost"), `${gone.length} lost`);
     setText(byId("num-nodes"), gone.length ? `${count}, and ${gone.length} lost` : count);
     this.showRows();
-    if (this.opened) this.showFields();
+    this.dialog.update(this.nodes);
   }
 
   /** The name of the agent at an address, which stands for those without a name. */
@@ -109,9 +104,7 @@ export class Nodes {
     const name = make("button", "link name");
     name.type = "button";
     name.addEventListener("click", () => {
-      this.opened = name.dataset.incarnation;
-      this.showFields();
-      this.dialog.showModal();
+      this.dialog.open(this.nodes.find(({ incarnation }) => incarnation === name.dataset.incarnation));
     });
     cell.append(make("i", "dot"), name, make("span", "mono quiet address"), make("span", "problem"));
   }
@@ -131,19 +124,6 @@ export class Nodes {
     const { running, waiting } = load;
     const whole = Math.max(load.max_running || this.busiest, running + waiting);
     showMeter(cell, [running, waiting], whole, waiting ? `${running} + ${waiting}` : `${running}`, waiting ? " waiting" : "");
-  }
-
-  /** All that is known of the opened agent. */
-  showFields() {
-    const node = this.nodes.find(({ incarnation }) => incarnation === this.opened);
-    if (!node) return;
-    setText(byId("node-title"), nameOf(node));
-    const list = byId("node-fields");
-    const facts = Object.entries({ ...node, ...node.load }).filter(([key, value]) => key !== "load" && value !== null);
-    list.replaceChildren(...facts.flatMap(([key, value]) => [
-      make("dt", "", key.replaceAll("_", " ")),
-      make("dd", "mono", Array.isArray(value) ? value.join(", ") : String(value)),
-    ]));
   }
 }
 

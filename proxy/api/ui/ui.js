@@ -2,7 +2,8 @@
 // The operator's page: shows each snapshot from /ui/events. Elements are updated in place, so that focus,
 // scrolling and opened dialogs survive.
 
-import { Charts } from "./charts.js";
+import { AgentDialog } from "./agent.js";
+import { Charts, TRAFFIC, TRANSFER } from "./charts.js";
 import { age, byId, bytes, duration, host, make, pill, setClass, setText, words } from "./dom.js";
 import { Drains } from "./drain.js";
 import { Errors } from "./errors.js";
@@ -19,8 +20,9 @@ const EVENT_TONES = {
 const RETRY_MS = 5000;
 const STALE_MS = 4000;
 
-const charts = new Charts(byId("charts"), byId("transfer-charts"));
-const nodes = new Nodes(new Drains((text) => setText(byId("announcement"), text)));
+const charts = new Charts([[byId("charts"), TRAFFIC], [byId("transfer-charts"), TRANSFER]]);
+const agent = new AgentDialog(() => shownWindow);
+const nodes = new Nodes(agent, new Drains((text) => setText(byId("announcement"), text)));
 const requests = new RequestLookup();
 const errors = new Errors((id) => requests.find(id), (address) => nodes.nameAt(address));
 

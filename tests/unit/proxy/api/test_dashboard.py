@@ -214,6 +214,24 @@ async def test_where_a_request_went_is_found_by_its_id(stage: Stage) -> None:
         assert (await response.json())["error"]["code"] == "not_found"
 
 
+async def test_an_agents_facts_and_its_last_hour_are_found_by_its_incarnation(stage: Stage) -> None:
+    """D, "/ui": bars of this second only, and neither device nor block size nor uptime."""
+    facts = {"device": "NVIDIA H200", "uptime_s": 90.0, "geometry": {"block_size": "16", "dtype": "bfloat16"}}
+    agent = await stage.agent("decode", overrides=facts)
+    async with stage.http.get(f"{stage.proxy.url}/ui/agents/{agent.incarnation}") as response:
+        assert response.status == 200
+        assert response.headers["Content-Security-Policy"]
+        page = await response.json()
+    assert {name: page[name] for name in facts} == facts
+    assert (page["address"], page["version"]) == (agent.address, "0")
+    for window in ("charts", "hour"):
+        assert page[window]["running"][-1] == 0
+        assert page[window]["kv_used"][-1] == 0
+    async with stage.http.get(f"{stage.proxy.url}/ui/agents/a/b") as response:
+        assert response.status == 404
+        assert (await response.json())["error"]["code"] == "not_found"
+
+
 async def test_what_happened_to_agents_stays_in_sight(stage: Stage) -> None:
     """Issue 22: a killed agent left a page that was all green within ten seconds."""
     prefill, decode = await stage.pair()

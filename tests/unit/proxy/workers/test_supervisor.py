@@ -177,6 +177,16 @@ async def test_where_a_request_went_is_found_whichever_worker_has_served_it(offi
     assert (await one.worker.timeline("r")).status == 404
 
 
+async def test_an_agents_history_is_that_of_the_process_that_hears_its_pings(office: Office) -> None:
+    assert office.registry.register(msgspec.structs.replace(DECODE, index=DECODE.index + 1)) is None
+    for process in (await office.process(), await office.process()):
+        page = await process.worker.agent(DECODE_ID)
+        shown = msgspec.json.decode(page.body)
+        assert (page.status, shown["incarnation"]) == (200, DECODE_ID)
+        assert shown["charts"]["running"][-1] is not None
+        assert (await process.worker.agent(Incarnation("nobody"))).status == 404
+
+
 async def test_what_one_worker_finds_out_of_an_agent_outlives_the_worker(office: Office) -> None:
     process = await office.process()
     process.fleet.registry.connection_refused(DECODE_ID)
