@@ -183,7 +183,7 @@ async def running_proxy(
     with listening_socket(config.host, config.port) as listener:
         async with (
             discovery.running(fleet.slots.in_flight) as discovery_port,
-            history.recording(lambda: metrics.totals().plus(transfers.totals())),
+            history.recording(lambda: metrics.totals().plus(transfers.totals()), metrics.model_totals),
             serving(
                 config,
                 keys,

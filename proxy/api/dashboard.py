@@ -7,10 +7,11 @@ No build step and no external resources: the content security policy lets the pa
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable
 from pathlib import Path
 
-from quart import Quart, Response, redirect
+from quart import Quart, Response, redirect, request
 from werkzeug.wrappers import Response as AnyResponse
 
 from kvferry.proxy import sse
@@ -50,17 +51,22 @@ HEADERS = {
 class DashboardFeed:
     """Snapshots of the fleet, once a second, for every viewer of the dashboard.
 
-    A snapshot is computed only while there are viewers, and once for all of them. A viewer that reads slowly
-    gets the newest snapshot when it reads again, never a backlog.
+    A snapshot is computed only while there are viewers, and once for all that look at one model. A viewer
+    that reads slowly gets the newest snapshot when it reads again, never a backlog.
     """
 
     def __init__(self, views: OperatorApi) -> None:
         self._views = views
         self._lock = asyncio.Lock()
         self._closed = asyncio.Event()
-        self.num_viewers = 0
-        self._event = b""
-        self._made_at = float("-inf")
+        self._viewers = Counter[str]()
+        """How many there are by the model that they look at; it is empty for all models."""
+        self._latest: dict[str, tuple[float, bytes]] = {}
+        """When the last event was made, and the event; by the model too."""
+
+    @property
+    def num_viewers(self) -> int:
+        return self._viewers.total()
 
     @property
     def is_full(self) -> bool:
@@ -71,28 +77,32 @@ class DashboardFeed:
         """End every feed, so that a stopping proxy does not wait for its viewers."""
         self._closed.set()
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
+    async def events(self, model: str = "") -> AsyncGenerator[bytes, None]:
         """One event a second until the viewer disconnects (which closes the generator) or the proxy stops."""
-        self.num_viewers += 1
+        self._viewers[model] += 1
         try:
             yield RECONNECT
             while not self._closed.is_set():
-                yield await self._latest()
+                yield await self._event(model)
                 try:
                     async with asyncio.timeout(INTERVAL_S):
                         await self._closed.wait()
                 except TimeoutError:
                     continue
         finally:
-            self.num_viewers -= 1
+            self._viewers[model] -= 1
+            if not self._viewers[model]:
+                del self._viewers[model]
+                self._latest.pop(model, None)
 
-    async def _latest(self) -> bytes:
+    async def _event(self, model: str) -> bytes:
         async with self._lock:
             now = asyncio.get_running_loop().time()
-            if now - self._made_at >= INTERVAL_S / 2:
-                self._event = sse.event((await self._views.page("dashboard")).body)
-                self._made_at = now
-            return self._event
+            made_at, event = self._latest.get(model, (float("-inf"), b""))
+            if now - made_at >= INTERVAL_S / 2:
+                event = sse.event((await self._views.page("dashboard", model)).body)
+                self._latest[model] = now, event
+            return event
 
 
 def add_dashboard(app: Quart, feed: DashboardFeed, views: OperatorApi) -> None:
@@ -136,6 +146,8 @@ def add_dashboard(app: Quart, feed: DashboardFeed, views: OperatorApi) -> None:
         if feed.is_full:
             error = TooManyViewers(f"the dashboard already has {MAX_VIEWERS} viewers")
             return Response(error.body(), error.status, error.headers, content_type=JSON)
-        response = Response(feed.events(), headers=HEADERS, content_type=sse.CONTENT_TYPE)
+        response = Response(
+            feed.events(request.args.get("model", "")), headers=HEADERS, content_type=sse.CONTENT_TYPE
+        )
         response.headers["X-Accel-Buffering"] = "no"  # nginx would buffer events
         return response

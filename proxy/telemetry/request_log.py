@@ -189,6 +189,7 @@ class RequestLog:
         count = sse.count(events)
         self._events += count
         self._metrics.events += count
+        self._model_metrics.counts.events += count
         if self._first_text_at is None and sse.has_text(events):
             self._first_text_at = self._timeline.first_text_at = now
             self._model_metrics.ttft.observe(now - self.arrived_at)
@@ -205,6 +206,7 @@ class RequestLog:
         self._model_metrics.itl.observe(now - last)
         self._events += 1
         self._metrics.events += 1
+        self._model_metrics.counts.events += 1
 
     def add_agent_timing(self, leg: str, header: str | None) -> None:
         """Record an agent's own `Server-Timing` header, if it sent one: the names with a duration in it."""

@@ -144,7 +144,7 @@ class Register(msgspec.Struct, frozen=True, kw_only=True):
     event loop that serves HTTP is late. Pings show that an agent is alive; `steps` and this, that it makes
     progress. `control_versions`: what it speaks on the control channel to other agents. `work` and
     `capacity`: None from an agent that does not say. `name`: for operators, empty if it has none. `device`:
-    what each rank computes on, as "cpu" or the name of a GPU; empty when unknown. `uptime_s`: since the start.
+    what each rank computes on, "cpu" or the name of a GPU; empty when unknown. `uptime_s`: since the start.
     """
 
     v: Literal[1] = 1

@@ -19,7 +19,7 @@ import itertools
 import logging
 import socket
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -205,6 +205,7 @@ class Supervisor:
         # Counted by workers that have ended: a sum must not fall.
         self._ended_families: list[MetricFamily] = []
         self._ended_totals = Totals()
+        self._ended_models: dict[str, Totals] = {}
         self._ended_failures = FailureLog()
         self._history = History(PULL_BUCKETS)
         self._transfers = TransferTotals(clock)
@@ -241,7 +242,8 @@ class Supervisor:
         while True:
             await asyncio.sleep(WATCH_INTERVAL_S)
             await self._collect()
-            self._history.record(self._totals().plus(self._transfers.totals()), self._clock())
+            totals, models = self._totals()
+            self._history.record(totals.plus(self._transfers.totals()), self._clock(), models)
 
     async def kill_hung(self) -> None:
         """Kill workers that are silent, until cancelled. Rounds count, not seconds: while this process or its
@@ -263,12 +265,14 @@ class Supervisor:
             self._count_death()
             await asyncio.sleep(RESTART_PAUSE_S)
 
-    async def page(self, name: PageName) -> Page:
+    async def page(self, name: PageName, model: str = "") -> Page:
         """Return a page of all workers together."""
+        if model:
+            return await self._make(name, model)
         is_large = self._registry.num_agents > LARGE_FLEET
         return await self._pages.get(name, lambda: self._make(name), is_large=is_large)
 
-    async def _make(self, name: PageName) -> Page:
+    async def _make(self, name: PageName, model: str = "") -> Page:
         await self._collect()
         view = self._view()
         match name:
@@ -276,7 +280,7 @@ class Supervisor:
                 families = [*self._families(), *map(MetricFamily.of, self._fleet_metrics.collect())]
                 return Page(body=exposition(families), content_type=CONTENT_TYPE)
             case "dashboard":
-                return await dashboard_page(view, self._activity())
+                return await dashboard_page(view, self._activity(), model)
             case _:
                 return await fleet_page(name, view)
 
@@ -395,11 +399,12 @@ class Supervisor:
             [self._ended_families, self._metrics.families(), *(each.families for each in self._reports())]
         )
 
-    def _totals(self) -> Totals:
-        totals = self._ended_totals
+    def _totals(self) -> tuple[Totals, dict[str, Totals]]:
+        """Return what all workers have counted, and of it by model."""
+        totals, models = self._ended_totals, self._ended_models
         for report in self._reports():
-            totals = totals.plus(report.totals)
-        return totals
+            totals, models = totals.plus(report.totals), _sum_models(models, report.models)
+        return totals, models
 
     def _view(self) -> FleetView:
         """Return the fleet as all workers together see it."""
@@ -428,6 +433,7 @@ class Supervisor:
             counted = [family for family in last.families if family.kind != "gauge"]
             self._ended_families = sum_families([self._ended_families, counted])
             self._ended_totals = self._ended_totals.plus(last.totals)
+            self._ended_models = _sum_models(self._ended_models, last.models)
             self._ended_failures.merge(last.failures)
             self._registry.events.merge(last.events)
 
@@ -480,8 +486,8 @@ class WorkerSession:
                             self._take_timeline(seq, timeline)
                         case TimelineRequest(seq=seq, request_id=request_id):
                             tasks.create_task(self._respond(seq, self._supervisor.timeline(request_id)))
-                        case PageRequest(seq=seq, name=name):
-                            tasks.create_task(self._respond(seq, self._supervisor.page(name)))
+                        case PageRequest(seq=seq, name=name, model=model):
+                            tasks.create_task(self._respond(seq, self._supervisor.page(name, model)))
                         case AgentRequest(seq=seq, agent=agent):
                             tasks.create_task(self._respond(seq, self._supervisor.agent(agent)))
                         case DrainRequest(seq=seq, agent=agent, drained=drained):
@@ -566,6 +572,10 @@ async def _monitor_pauses(registry: Registry) -> None:
     while True:
         registry.check_pause()
         await asyncio.sleep(PAUSE_CHECK_INTERVAL_S)
+
+
+def _sum_models(ours: Mapping[str, Totals], theirs: Mapping[str, Totals]) -> dict[str, Totals]:
+    return {**ours, **{model: ours.get(model, Totals()).plus(each) for model, each in theirs.items()}}
 
 
 def _in_flight(worker: WorkerSession, agent: Incarnation) -> int:

@@ -30,9 +30,9 @@ from kvferry.proxy.errors import ProxyError
 from kvferry.proxy.fleet.fleet import Fleet
 from kvferry.proxy.server import serving
 from kvferry.proxy.settings import Keys, fleet_settings, listening_socket
+from kvferry.proxy.telemetry.agent_history import AgentHistories
 from kvferry.proxy.telemetry.collectors import AgentCollector, ScalingCollector
 from kvferry.proxy.telemetry.event_log import SEEN_BY_WORKERS
-from kvferry.proxy.telemetry.agent_history import AgentHistories
 from kvferry.proxy.telemetry.history import FailureLog, History
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.telemetry.timelines import Timelines
@@ -157,11 +157,11 @@ class Worker(OperatorApi):
             case Start():
                 logger.error("the supervisor has sent Start twice")
 
-    async def page(self, name: PageName) -> Page:
+    async def page(self, name: PageName, model: str = "") -> Page:
         if name not in OF_ALL_WORKERS:
-            return await super().page(name)
+            return await super().page(name, model)
         seq = next(self._seq)
-        return await self._request(seq, PageRequest(seq=seq, name=name))
+        return await self._request(seq, PageRequest(seq=seq, name=name, model=model))
 
     async def timeline(self, request_id: str) -> Page:
         found = self.own_timeline(request_id)
@@ -208,6 +208,7 @@ class Worker(OperatorApi):
             seq=seq,
             families=self._metrics.families(),
             totals=self._metrics.totals(),
+            models=self._metrics.model_totals(),
             phases=self._metrics.requests_in_flight(),
             failures=self._failures.latest(),
             events=self._fleet.registry.events.of_kinds(SEEN_BY_WORKERS),

@@ -11,6 +11,7 @@ import pytest
 
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.server import running_proxy
+from tests.standins.agents import StandInAgent
 from tests.standins.pinging_fleet import PingingFleet
 from tests.system.browser import Page, chromium, open_page
 from tests.system.client import Answer, complete_all, heldout
@@ -30,7 +31,13 @@ FOCUSED = "document.activeElement"
 WIDTHS = (1280, 400)
 SHOWN_CHARTS = "[...document.querySelectorAll('main figure:not([hidden]) .chart')]"
 FOLDED = "[...document.querySelectorAll('.folded')].map((line) => line.textContent).join(' ')"
-DRAWN = ("Time to first token", "Inter-token latency", "Streamed tokens per second", "KV pulled per second", "Time of a pull")
+DRAWN = (
+    "Time to first token",
+    "Inter-token latency",
+    "Streamed tokens per second",
+    "KV pulled per second",
+    "Time of a pull",
+)
 AXE = Path(__file__).parent / "axe" / "axe.min.js"
 SHOWN = "document.body.dataset.snapshot"
 ADMIN_KEY = "an-operator-of-the-tests"
@@ -130,19 +137,42 @@ async def test_an_empty_fleet_and_whose_page_it_is(tmp_path: Path) -> None:
             await page.until("document.title === 'east <1> · kvferry'")
             assert await page.evaluate("document.getElementById('next-step').hidden")
             await page.until(f"{EVENTS}.some((event) => event.includes('ready'))")
-            rights = "(selector) => [...document.querySelectorAll(selector)].map((each) => each.getBoundingClientRect())"
-            shown = f"({rights})('#events .narrow').filter(({{ width }}) => width)"
+            boxes = (
+                "((selector) => [...document.querySelectorAll(selector)]"
+                ".map((each) => each.getBoundingClientRect()))"
+            )
+            shown = f"{boxes}('#events .narrow').filter(({{ width }}) => width)"
             assert await page.evaluate(f"{shown}.length") >= 4, "the details of events"
             assert await page.evaluate(f"Math.max(...{shown}.map(({{ right }}) => right))") <= 390
-            middles = f"({rights})('#pause, #windows').map(({{ top, bottom }}) => Math.round((top + bottom) / 2))"
+            middles = (
+                f"{boxes}('#pause, #windows').map(({{ top, bottom }}) => Math.round((top + bottom) / 2))"
+            )
             assert len(set(await page.evaluate(middles))) == 1, "Pause is in one line with the window"
 
             await page.evaluate("document.querySelector('#nodes .name').click()")
             for chart in ("Sequences", "KV blocks in use"):
-                drawn = f"document.querySelector('#agent-charts [aria-label^=\"{chart}\"]')?.dataset.points > 1"
+                drawn = (
+                    f"document.querySelector('#agent-charts [aria-label^=\"{chart}\"]')?.dataset.points > 1"
+                )
                 await page.until(drawn)
             facts = await page.evaluate("document.getElementById('agent-facts').innerText")
             assert "NVIDIA H200" in facts and "4,096 of 16 tokens" in facts
+            await page.evaluate("document.getElementById('agent-dialog').close()")
+
+            assert await page.evaluate("document.getElementById('model-choice').hidden"), "there is one model"
+            async with StandInAgent("both", (discovery,), model="<other>") as other:
+                await page.until("!document.getElementById('model-choice').hidden")
+                await page.evaluate(
+                    "{ const all = document.getElementById('model'); all.value = '<other>';"
+                    "all.dispatchEvent(new Event('change')) }"
+                )
+                await page.until(f"{AGENTS}.length === 1")
+                assert await page.evaluate(AGENTS) == [other.address.removeprefix("http://")]
+                assert await page.evaluate("location.search") == "?model=%3Cother%3E"
+                await page.call("Page.reload")
+                await page.until(f"globalThis.document?.body && {AGENTS}.length === 1")
+                assert await page.evaluate("document.getElementById('model').value") == "<other>"
+                assert await page.accessibility_problems(AXE) == []
         assert not page.complaints
 
 

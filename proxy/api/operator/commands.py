@@ -94,12 +94,17 @@ class OperatorApi:
         self._facts = facts
         self._pages = PageCache(fleet.clock)
 
-    async def page(self, name: PageName) -> Page:
-        """Return one page. Raises `ProxyError` when it cannot be put together."""
+    async def page(self, name: PageName, model: str = "") -> Page:
+        """Return one page; of the dashboard, if `model` is given, what concerns that model.
+
+        Raises `ProxyError` when it cannot be put together.
+        """
+        if model:
+            return await self._make(name, model)
         is_large = self._fleet.registry.num_agents > LARGE_FLEET
         return await self._pages.get(name, lambda: self._make(name), is_large=is_large)
 
-    async def _make(self, name: PageName) -> Page:
+    async def _make(self, name: PageName, model: str = "") -> Page:
         view = self.view()
         if name == "metrics":
             return Page(body=self._metrics.exposition(), content_type=CONTENT_TYPE)
@@ -111,7 +116,7 @@ class OperatorApi:
                 transfers=self._transfers,
                 proxy=self._facts(),
             )
-            return await dashboard_page(view, activity)
+            return await dashboard_page(view, activity, model)
         return await fleet_page(name, view)
 
     async def agent(self, agent: Incarnation) -> Page:

@@ -19,11 +19,12 @@ export const forgetColours = () => colours.clear();
 
 /** One figure: lines over a window, and the values at the cursor or the latest ones. */
 export class Chart {
-  constructor({ title, series, format, floor }, group) {
+  constructor({ title, series, format, floor, byModel = false }, group) {
     this.title = title;
     this.series = series; // [{ key, label, tone, area?, sparse? }]; sparse ones, which are last, are stacked bars
     this.format = format;
     this.floor = floor; // the smallest maximum of the scale
+    this.byModel = byModel; // whether there are values for one model
     this.group = group; // whose cursor it shows
     this.data = null;
     this.plot = null;

@@ -10,13 +10,15 @@ const quantiles = (key) => [
   { key: `${key}_p99`, label: "p99", tone: "end" },
 ];
 
+/** Of requests; with `byModel` also of those for one model. */
 export const TRAFFIC = [
-  { title: "Time to first token", series: quantiles("ttft"), format: duration, floor: 0.01 },
-  { title: "Inter-token latency", series: quantiles("itl"), format: duration, floor: 0.001 },
-  { title: "Time per output token", series: quantiles("tpot"), format: duration, floor: 0.001 },
-  { title: "Streamed tokens per second", series: [{ key: "events", label: "tokens", tone: "main", area: true }], format: rate, floor: 10 },
+  { title: "Time to first token", byModel: true, series: quantiles("ttft"), format: duration, floor: 0.01 },
+  { title: "Inter-token latency", byModel: true, series: quantiles("itl"), format: duration, floor: 0.001 },
+  { title: "Time per output token", byModel: true, series: quantiles("tpot"), format: duration, floor: 0.001 },
+  { title: "Streamed tokens per second", byModel: true, series: [{ key: "events", label: "tokens", tone: "main", area: true }], format: rate, floor: 10 },
   {
     title: "Requests per second",
+    byModel: true,
     series: [
       { key: "requests", label: "ended", tone: "main", area: true },
       { key: "client_errors", label: "4xx", tone: "warn", sparse: true },
@@ -86,9 +88,10 @@ class Group {
     parent.after(this.folded);
   }
 
-  fold() {
-    for (const chart of this.charts) chart.figure.hidden = chart.isEmpty;
-    const empty = this.charts.filter((chart) => chart.isEmpty).map(({ title }) => title);
+  fold(ofOneModel) {
+    const charts = this.charts.filter(({ byModel }) => byModel || !ofOneModel);
+    for (const chart of this.charts) chart.figure.hidden = chart.isEmpty || !charts.includes(chart);
+    const empty = charts.filter((chart) => chart.isEmpty).map(({ title }) => title);
     setText(this.folded, empty.length ? `Empty in this window: ${empty.join(", ")}.` : "");
   }
 }
@@ -106,9 +109,10 @@ export class Charts {
     });
   }
 
-  show(charts) {
+  /** With `ofOneModel`, only what is counted by model. */
+  show(charts, ofOneModel = false) {
     for (const chart of this.all) chart.show(charts);
-    for (const group of this.groups) group.fold();
+    for (const group of this.groups) group.fold(ofOneModel);
   }
 
   move(cursor) {

@@ -7,6 +7,7 @@ import { Charts, TRAFFIC, TRANSFER } from "./charts.js";
 import { age, byId, bytes, duration, host, make, pill, setClass, setText, words } from "./dom.js";
 import { Drains } from "./drain.js";
 import { Errors } from "./errors.js";
+import { ModelChoice } from "./model.js";
 import { Nodes } from "./nodes.js";
 import { showNextStep, showProxy } from "./proxy.js";
 import { RequestLookup } from "./requests.js";
@@ -137,7 +138,7 @@ for (const button of document.querySelectorAll("#windows button")) {
     shownWindow = button.value;
     for (const each of document.querySelectorAll("#windows button")) each.setAttribute("aria-pressed", each === button);
     charts.move(null);
-    if (latest) charts.show(latest[shownWindow]);
+    if (latest) charts.show(latest[shownWindow], Boolean(choice.model));
   });
 }
 
@@ -146,7 +147,8 @@ function show(snapshot) {
   showProxy(snapshot.proxy, snapshot.readiness);
   showNextStep(snapshot.proxy, !snapshot.num_nodes && !snapshot.lost.length);
   showPhases(snapshot.in_flight);
-  charts.show(snapshot[shownWindow]);
+  choice.show(snapshot.models);
+  charts.show(snapshot[shownWindow], Boolean(choice.model));
   nodes.show(snapshot);
   showTransfers(snapshot);
   events.show(snapshot.events.map((event, index) => ({ ...event, number: snapshot.events.length - index })));
@@ -178,7 +180,7 @@ class Feed {
 
   open() {
     clearTimeout(this.timer);
-    this.source = new EventSource("ui/events");
+    this.source = new EventSource(`ui/events?model=${encodeURIComponent(choice.model)}`);
     this.source.onmessage = (event) => {
       show(JSON.parse(event.data));
       this.setStatus("live");
@@ -208,6 +210,10 @@ class Feed {
 }
 
 const feed = new Feed();
+const choice = new ModelChoice(() => {
+  feed.close("");
+  feed.update();
+});
 document.addEventListener("visibilitychange", () => feed.update());
 byId("pause").addEventListener("click", (event) => {
   feed.paused = !feed.paused;

@@ -134,6 +134,43 @@ async def test_an_error_is_shown_with_its_message_and_the_agent_that_had_the_req
     assert (page["code"], page["message"]) == (failed["code"], failed["message"])
 
 
+async def test_the_feed_of_one_model(stage: Stage) -> None:
+    """D, "/ui": several models were mixed."""
+    agents = {name: await stage.agent("both", model=name) for name in ("one", "two")}
+    for name, count in (("one", 3), ("two", 1)):
+        for _ in range(count):
+            await stage.stream({**BODY, "model": name, "max_tokens": 4})
+    agents["two"].faults.append(Fault("alone", "status", status=422))
+    await stage.ask({**BODY, "model": "two"})
+
+    async def snapshot_of(model: str) -> dict[str, Any]:
+        url = f"{stage.proxy.url}/ui/events"
+        async with stage.http.get(url, params={"model": model}) as feed:
+            return await next_snapshot(feed)
+
+    async with asyncio.timeout(20):
+        while not any((await snapshot_of("two"))["charts"]["client_errors"]):  # of the last request
+            await asyncio.sleep(0.1)
+    shown = {model: await snapshot_of(model) for model in ("", "one", "two", "of nobody")}
+    for snapshot in shown.values():
+        assert snapshot["models"] == ["one", "two"]
+    for name, agent in agents.items():
+        assert [node["address"] for node in shown[name]["nodes"]] == [agent.address]
+        assert {event["model"] for event in shown[name]["events"]} == {name}
+        assert shown[name]["num_nodes"] == 1
+    assert [len(shown[model]["failures"]) for model in ("", "one", "two")] == [1, 0, 1]
+    requests = {model: sum(snapshot["charts"]["requests"]) for model, snapshot in shown.items()}
+    assert requests["one"] == pytest.approx(1.5 * requests["two"], rel=0.2), "3 to 2"
+    assert requests[""] == pytest.approx(requests["one"] + requests["two"], rel=0.2)
+    assert max(shown["two"]["charts"]["events"]) > 0
+    assert any(shown["one"]["charts"]["itl_p99"])
+    assert (requests["of nobody"], shown["of nobody"]["nodes"]) == (0, [])
+    async with asyncio.timeout(20):
+        while stage.proxy.services.dashboard.num_viewers:
+            await asyncio.sleep(0.01)
+    assert not stage.proxy.services.dashboard._latest, "nothing is kept for nobody"
+
+
 async def test_the_feed_says_which_proxy_it_is_and_where_agents_find_it(start_stage: StartStage) -> None:
     """D, "/ui": two tabs looked the same, and an empty fleet's page named no next step."""
     stage = await start_stage(cluster_name="of the tests")

@@ -308,11 +308,18 @@ async def test_the_dashboard_shows_what_all_have_seen(
             process.metrics.of_model("").ttft.observe(0.1)
             process.failures.add(failure, process.fleet.clock())
             process.metrics.in_flight.add("decode", 1)
+            process.metrics.ended("completions", 200, DECODE.model)
         async with asyncio.timeout(DEADLINE_S):
             while True:
                 shown = msgspec.json.decode((await one.worker.page("dashboard")).body)
                 if any(shown["charts"]["events"]):
                     break
+        for process in (one, other):
+            of_model = msgspec.json.decode((await process.worker.page("dashboard", DECODE.model)).body)
+            assert max(of_model["charts"]["requests"]) == max(shown["charts"]["requests"]) > 0
+            of_another = msgspec.json.decode((await process.worker.page("dashboard", "another")).body)
+            assert not any(of_another["charts"]["requests"])
+            assert (of_another["num_nodes"], of_another["failures"]) == (0, [])
         watching.cancel()
     assert [each["count"] for each in shown["failures"]] == [2]
     assert shown["in_flight"] == {"decode": 2}
