@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The last hour of each agent as its pings say, for the operator's page: KV use, what runs and what waits.
 
-A ping costs two stores into arrays that are made once per agent. In bounded memory: 3 KB an agent.
+Of each slice the first ping is stored, into arrays that are made once per agent: most pings cost next to
+nothing. In bounded memory: 3 KB an agent.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _VALUES = ("running", "waiting", "kv_used", "kv_leased")
 
 
 class _Window:
-    """One agent's latest slices: of each, what the last ping in it said; nothing where none came."""
+    """One agent's latest slices: of each, what the first ping in it said; nothing where none came."""
 
     __slots__ = ("_newest", "_num", "_rows", "_slice_s")
 
@@ -31,13 +32,15 @@ class _Window:
         self._newest = 0
         """The number of the slice that was written last."""
 
-    def put(self, now: float, row: array[float]) -> None:
+    def put(self, now: float, load: Load) -> None:
         number = int(now / self._slice_s)
+        if number == self._newest:
+            return
         if number > self._newest + 1:
             self._clear(self._newest + 1, number)
         self._newest = number
         start = number % self._num * len(_VALUES)
-        self._rows[start : start + len(_VALUES)] = row
+        self._rows[start : start + len(_VALUES)] = _row(load)
 
     def _clear(self, first: int, end: int) -> None:
         """Forget slices in which no ping came."""
@@ -88,9 +91,9 @@ class AgentHistories:
                 self._agents.popitem(last=False)
         else:
             self._agents.move_to_end(update.incarnation)
-        now, row = self._clock(), _row(update.load)
+        now = self._clock()
         for window in windows:
-            window.put(now, row)
+            window.put(now, update.load)
 
     def charts(self, agent: Incarnation) -> dict[str, Any]:
         """Return an agent's windows, named as those of `History` are; none of one that is not remembered."""

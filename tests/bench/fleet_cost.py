@@ -138,8 +138,8 @@ class Bench:
         metrics = Metrics()
         settings = FleetSettings(prefill_policy=policy, decode_policy=policy)
         self.fleet = Fleet(settings, metrics, self.clock)
-        agents = AgentHistories(self.clock)
-        self.fleet.registry.subscribe(agents.note)
+        histories = AgentHistories(self.clock)
+        self.fleet.registry.subscribe(histories.note)
         self.views = OperatorApi(
             self.fleet,
             metrics,
@@ -147,7 +147,7 @@ class Bench:
             FailureLog(),
             Timelines(),
             TransferTotals(self.clock),
-            agents,
+            histories,
             down=list,
         )
         metrics.add_collector(FleetCollector(self.fleet.registry.snapshot, self.fleet.registry.lost, list))
