@@ -8,7 +8,7 @@ const ENGINES = { native: "kvferry", "vllm-kvferry": "vLLM with kvferry's connec
 const ROLES = { prefill: "prefill", decode: "decode", both: "prefill and decode" };
 
 export class AgentDialog {
-  /** `shownWindow` tells which of the windows is chosen, `charts` or `hour`. */
+  /** `shownWindow` returns the window that is chosen, `charts` or `hour`. */
   constructor(shownWindow) {
     this.shownWindow = shownWindow;
     this.opened = null; // the incarnation
