@@ -154,7 +154,7 @@ class _Ring:
         """Return as many values of each as there are slices; those before the first snapshot are empty."""
         rows = [tuple(_EMPTY.values())] * (self._num_slices - len(self._rows)) + list(self._rows)
         lines = map(list, zip(*rows, strict=True))
-        return Charts(slice_s=self._slice_s, **dict(zip(_EMPTY, lines, strict=True)))  # type: ignore[arg-type]
+        return Charts(slice_s=self._slice_s, **dict(zip(_EMPTY, lines, strict=True)))
 
     def _row(self, counted: Totals, minute: Totals, seconds: float) -> dict[str, float | None]:
         errors = counted.client_errors + counted.rejected
