@@ -32,7 +32,7 @@ SHOTS = [
     for screen, width in (("desktop", 1280), ("phone", 390))
     for scheme in ("light", "dark")
 ]
-COLOURS = 32
+COLOURS = 64
 
 
 def invented_history(agents: int) -> History:

@@ -144,6 +144,10 @@ async def test_an_empty_fleet_and_whose_page_it_is(tmp_path: Path) -> None:
             shown = f"{boxes}('#events .narrow').filter(({{ width }}) => width)"
             assert await page.evaluate(f"{shown}.length") >= 4, "the details of events"
             assert await page.evaluate(f"Math.max(...{shown}.map(({{ right }}) => right))") <= 390
+            await complete_all(proxy.url, [{"model": "unheard-of", "prompt": "?"}], concurrency=1)
+            await page.until("document.querySelector('#failures .link') !== null")
+            links = f"{boxes}('#failures .link')[0].right"
+            assert await page.evaluate(links) <= 390, "the request of an error is in sight"
             middles = (
                 f"{boxes}('#pause, #windows').map(({{ top, bottom }}) => Math.round((top + bottom) / 2))"
             )
@@ -203,6 +207,10 @@ async def walk_by_keyboard(page: Page) -> None:
     await page.press("Enter")
     await page.until("document.getElementById('connection').textContent === 'live'")
 
+    # The errors, their scroll area and the link of the one there is, come before the charts.
+    for _ in range(2):
+        await page.press("Tab")
+        assert await page.evaluate(f"document.getElementById('errors').contains({FOCUSED})")
     for chart in range(await page.evaluate(f"{SHOWN_CHARTS}.length")):
         await page.press("Tab")
         assert await page.evaluate(f"{FOCUSED}.classList.contains('chart')"), chart

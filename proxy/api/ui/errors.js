@@ -23,7 +23,7 @@ export class Errors {
       { title: "Error", make: (cell) => cell.append(make("span"), make("span", "message")), show: showReason, className: "prose" },
       { title: "Agent", value: ({ agent }) => (agent ? this.nameAt(agent) : "–"), className: "wide" },
       { title: "Count", value: ({ count }) => count, className: "number" },
-      { title: "Last seen", value: ({ age_s: seconds }) => seconds, text: ({ age_s: seconds }) => age(seconds) },
+      { title: "Last seen", value: ({ age_s: seconds }) => seconds, text: ({ age_s: seconds }) => age(seconds), className: "wide" },
       { title: "Model", value: ({ model }) => model || "–", className: "cut wide" },
       { title: "Last request", make: (cell) => this.makeRequestLink(cell), show: (cell, { request_id: id }) => setText(cell.firstChild, id), className: "cut" },
     ];
