@@ -38,6 +38,7 @@ class ProxyConfig(HttpOptions, TraceOptions, LogOptions):
     Processes:
         workers: Processes that serve clients on that port, each with queues and limits of its own; with 1,
             one process does everything.
+        cluster_name: What operators call this cluster, in the title of `/ui`. Default: this machine's name.
 
     Network:
         host: Address that the HTTP server and discovery bind.
@@ -119,6 +120,7 @@ class ProxyConfig(HttpOptions, TraceOptions, LogOptions):
     host: str = "127.0.0.1"
     port: int = 10001
     workers: int = 1
+    cluster_name: str = ""
     discovery_port: int = DEFAULT_DISCOVERY_PORT
     prefill: tuple[str, ...] = ()
     decode: tuple[str, ...] = ()

@@ -46,7 +46,9 @@ from kvferry.proxy.settings import (
     listening_socket,
     metrics_of,
     pool_settings,
+    proxy_facts,
 )
+from kvferry.proxy.telemetry.agent_history import AgentHistories
 from kvferry.proxy.telemetry.collectors import AgentCollector, FleetCollector, ScalingCollector
 from kvferry.proxy.telemetry.history import FailureLog, History
 from kvferry.proxy.telemetry.metrics import Metrics
@@ -163,15 +165,27 @@ async def running_proxy(
     fleet = Fleet(fleet_settings(config), metrics, clock, clock() + settle_s)
     transfers = TransferTotals(clock)
     fleet.registry.subscribe(transfers.note)
+    agents = AgentHistories(clock)
+    fleet.registry.subscribe(agents.note)
     discovery = Discovery(discovery_settings(config, keys), fleet.registry, metrics, clock)
-    views = OperatorApi(fleet, metrics, history, failures, timelines, transfers, discovery.down)
+    views = OperatorApi(
+        fleet,
+        metrics,
+        history,
+        failures,
+        timelines,
+        transfers,
+        agents,
+        discovery.down,
+        lambda: proxy_facts(config, discovery.port),
+    )
     metrics.add_collector(FleetCollector(fleet.registry.snapshot, fleet.registry.lost, discovery.down))
     metrics.add_collector(AgentCollector(fleet))
     metrics.add_collector(ScalingCollector(fleet))
     with listening_socket(config.host, config.port) as listener:
         async with (
             discovery.running(fleet.slots.in_flight) as discovery_port,
-            history.recording(lambda: metrics.totals().plus(transfers.totals())),
+            history.recording(lambda: metrics.totals().plus(transfers.totals()), metrics.model_totals),
             serving(
                 config,
                 keys,

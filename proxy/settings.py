@@ -8,12 +8,14 @@ import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 
-from kvferry.common.addresses import host_port
+from kvferry.common.addresses import WILDCARDS, host_port
 from kvferry.common.curve import ClusterKey
 from kvferry.common.engine_servers.description import StaticNode, check_distinct, servers_from_file
 from kvferry.common.http.tls import server_context
 from kvferry.proxy.api.auth import ApiKeys
+from kvferry.proxy.api.operator.pages import ProxyFacts
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.discovery.discovery import DiscoverySettings
 from kvferry.proxy.fleet.address_rules import AddressRules
@@ -71,6 +73,18 @@ def base_url(config: ProxyConfig, port: int) -> str:
 def metrics_of(config: ProxyConfig) -> Metrics:
     """Return the metrics of a process that serves requests, with nothing counted yet."""
     return Metrics(ttft_objective_s=config.ttft_objective_s, tpot_objective_s=config.tpot_objective_s)
+
+
+def proxy_facts(config: ProxyConfig, discovery_port: int) -> ProxyFacts:
+    """Return what the operator's page shows of this proxy."""
+    return ProxyFacts(
+        cluster_name=config.cluster_name,
+        machine=socket.gethostname(),
+        version=version("kvferry"),
+        discovery_host="" if config.host in WILDCARDS else config.host,
+        discovery_port=discovery_port,
+        has_cluster_key=config.cluster_key is not None,
+    )
 
 
 def fleet_settings(config: ProxyConfig) -> FleetSettings:

@@ -27,6 +27,13 @@ if TYPE_CHECKING:
     import torch
 
 
+def device_name(device: torch.device) -> str:
+    """Return "cpu", or what the GPU is called."""
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 def allocate_pool(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
     """A contiguous pool of zeros, touched, so that memory does not grow later.
 

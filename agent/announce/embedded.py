@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -69,6 +70,7 @@ class Server:
     tokenizer: str
     num_blocks: int
     max_running: int
+    device: str
     name: str = ""
 
 
@@ -102,6 +104,7 @@ class Announcement:
         self._geometry = {name: str(value) for name, value in msgspec.structs.asdict(server.geometry).items()}
         self._layout = server.geometry.fingerprint()
         self._version = version("kvferry")
+        self._started_at = time.monotonic()
         self._load = load
         self._free_blocks = free_blocks
         self._drain_socket = drain_socket
@@ -193,6 +196,8 @@ class Announcement:
             control_versions=CONTROL_VERSIONS,
             work=self._load.work,
             capacity=self._load.capacity,
+            device=server.device,
+            uptime_s=time.monotonic() - self._started_at,
         )
 
     def _api_listens(self) -> bool:

@@ -12,6 +12,7 @@ import json
 import logging
 import socket
 import ssl
+import time
 from importlib.metadata import version
 from pathlib import Path
 
@@ -127,6 +128,7 @@ class _Agent:
         self._url = _url("http" if tls is None else "https", config.advertised_host, port)
         self._incarnation = mint_incarnation()
         self._version = version("kvferry")
+        self._started_at = time.monotonic()
         self._stop = StopRequest(config.drain_s)
         about = {
             "service.name": "kvferry-agent",
@@ -317,6 +319,8 @@ class _Agent:
             work=stats.work if stats else None,
             capacity=stats.capacity if stats else None,
             name=config.name,
+            device=ready.device,
+            uptime_s=time.monotonic() - self._started_at,
         )
 
 
@@ -380,6 +384,7 @@ def _not_ready(incarnation: Incarnation) -> EngineReady:
         layout="",
         weights="",
         host_id=host_id(),
+        device="",
         max_model_len=0,
         kv_blocks_total=0,
     )

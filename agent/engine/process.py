@@ -338,7 +338,7 @@ async def _run_until_cancelled(boot: Boot, run_dir: Path, rank_module: str, stop
             masks = MaskProcess(make_masks_boot(boot, ready), run_dir, wake.set)
             scheduler = Scheduler(limits, allocator, connector, masks)
             engine = Engine(channel, executor, connector, scheduler, allocator, masks, wake)
-            await channel.send(make_announcement(plane, connector, limits))
+            await channel.send(make_announcement(plane, ready.device, connector, limits))
             try:
                 async with asyncio.TaskGroup() as tasks:
                     tasks.create_task(engine.receive())
@@ -355,7 +355,9 @@ async def _run_until_cancelled(boot: Boot, run_dir: Path, rank_module: str, stop
         channel.close()
 
 
-def make_announcement(plane: PlaneConfig, connector: SchedulerConnector, limits: Limits) -> EngineReady:
+def make_announcement(
+    plane: PlaneConfig, device: str, connector: SchedulerConnector, limits: Limits
+) -> EngineReady:
     return EngineReady(
         incarnation=plane.incarnation,
         control_port=connector.control_port,
@@ -364,6 +366,7 @@ def make_announcement(plane: PlaneConfig, connector: SchedulerConnector, limits:
         layout=plane.geometry.fingerprint(),
         weights=plane.weights,
         host_id=plane.host_id,
+        device=device,
         max_model_len=limits.max_model_len,
         kv_blocks_total=plane.num_blocks,
     )

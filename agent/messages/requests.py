@@ -292,6 +292,7 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     layout: str
     weights: str
     host_id: str
+    device: str
     max_model_len: int
     kv_blocks_total: int
 

@@ -124,10 +124,11 @@ class StepOutputs(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 class RankReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """The rank has loaded its weights and allocated its pool. Every rank reports the same values.
 
-    `geometry` is a kvferry.transfer.layout.KVGeometry as built-in types.
+    `geometry` is a kvferry.transfer.layout.KVGeometry as built-in types. `device`: "cpu", or the GPU's name.
     """
 
     rank: int
+    device: str
     geometry: dict[str, str | int | bool]
     num_blocks: int
     max_model_len: int

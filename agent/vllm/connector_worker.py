@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from kvferry.agent.process.run_dir import private_run_dir
 from kvferry.agent.vllm.kv_groups import RankShape, layer_caches
 from kvferry.agent.vllm.settings import ConnectorSettings, NotServed
-from kvferry.transfer.memory import pool_of_layers
+from kvferry.transfer.memory import device_name, pool_of_layers
 from kvferry.transfer.ranks.worker import WorkerConnector
 
 if TYPE_CHECKING:
@@ -28,12 +28,14 @@ class RankFacts:
     """What the scheduler's process learns of a rank.
 
     Attributes:
+        device: "cpu", or the GPU's name.
         layers: What each of its layers holds (`kv_groups.LayerCache`), after the group and the name.
     """
 
     rank: int
     address: str
     num_blocks: int
+    device: str
     layers: tuple[str, ...]
 
 
@@ -65,6 +67,7 @@ class KvferryConnectorWorker:
             rank=shape.rank,
             address=str(address),
             num_blocks=shape.num_blocks,
+            device=device_name(next(iter(caches.values())).device),
             layers=tuple(
                 f"{number} {each.view.name.hex()} {each.content}"
                 for number, group in enumerate(layers)

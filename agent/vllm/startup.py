@@ -69,6 +69,7 @@ def start_connector_scheduler(
         tokenizer=tokenizer_of(config),
         num_blocks=first.num_blocks,
         max_running=config.scheduler_config.max_num_seqs,
+        device=first.device,
     )
     key = ClusterKey.read(Path(settings.cluster_key)) if settings.cluster_key is not None else None
     plane_config = PlaneConfig(

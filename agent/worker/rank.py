@@ -32,7 +32,7 @@ from kvferry.agent.worker.model import ModelShard, ModelSpec, eos_ids
 from kvferry.agent.worker.runner import StepRunner
 from kvferry.agent.worker.shm_allgather import RankExchange
 from kvferry.agent.worker.tensor_parallel import Group
-from kvferry.transfer.memory import allocate_pool, own_pool
+from kvferry.transfer.memory import allocate_pool, device_name, own_pool
 from kvferry.transfer.ranks.channel import connect_at_once
 from kvferry.transfer.ranks.worker import WorkerConnector
 
@@ -120,6 +120,7 @@ class Rank:
     def _ready(self) -> RankReady:
         return RankReady(
             rank=self._group.rank,
+            device=device_name(self._pool.device),
             geometry=msgspec.to_builtins(self._geometry),
             num_blocks=self._pool.shape[0],
             max_model_len=self._model.max_model_len,

@@ -7,16 +7,18 @@ No build step and no external resources: the content security policy lets the pa
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable
 from pathlib import Path
 
-from quart import Quart, Response, redirect
+from quart import Quart, Response, redirect, request
 from werkzeug.wrappers import Response as AnyResponse
 
 from kvferry.proxy import sse
 from kvferry.proxy.api.operator.commands import OperatorApi
-from kvferry.proxy.api.operator.pages import JSON
+from kvferry.proxy.api.operator.pages import JSON, Page
 from kvferry.proxy.errors import ProxyError, TooManyViewers
+from kvferry.proxy.wire.registration import Incarnation
 
 INTERVAL_S = 1.0
 MAX_VIEWERS = 32
@@ -26,15 +28,13 @@ EVENTS_PATH = "/ui/events"
 RECONNECT = b"retry: 2000\n\n"
 FOLDER = Path(__file__).parent / "ui"
 PAGE = "index.html"
-CONTENT_TYPES = {
-    PAGE: "text/html; charset=utf-8",
-    "icon.svg": "image/svg+xml",
-    **dict.fromkeys(("ui.css", "uPlot.css"), "text/css; charset=utf-8"),
-    **dict.fromkeys(
-        ("ui.js", "charts.js", "dom.js", "nodes.js", "requests.js", "tables.js", "uPlot.js"),
-        "text/javascript; charset=utf-8",
-    ),
+TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
 }
+CONTENT_TYPES = {path.name: TYPES[path.suffix] for path in FOLDER.iterdir() if path.suffix in TYPES}
 """The page, and what it loads. `uPlot.*` is https://github.com/leeoniya/uPlot 1.6.32, unchanged."""
 SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -51,17 +51,22 @@ HEADERS = {
 class DashboardFeed:
     """Snapshots of the fleet, once a second, for every viewer of the dashboard.
 
-    A snapshot is computed only while there are viewers, and once for all of them. A viewer that reads slowly
-    gets the newest snapshot when it reads again, never a backlog.
+    A snapshot is computed only while there are viewers, and once for all that look at one model. A viewer
+    that reads slowly gets the newest snapshot when it reads again, never a backlog.
     """
 
     def __init__(self, views: OperatorApi) -> None:
         self._views = views
         self._lock = asyncio.Lock()
         self._closed = asyncio.Event()
-        self.num_viewers = 0
-        self._event = b""
-        self._made_at = float("-inf")
+        self._viewers = Counter[str]()
+        """How many there are by the model that they look at; it is empty for all models."""
+        self._latest: dict[str, tuple[float, bytes]] = {}
+        """When the last event was made, and the event; by the model too."""
+
+    @property
+    def num_viewers(self) -> int:
+        return self._viewers.total()
 
     @property
     def is_full(self) -> bool:
@@ -72,28 +77,32 @@ class DashboardFeed:
         """End every feed, so that a stopping proxy does not wait for its viewers."""
         self._closed.set()
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
+    async def events(self, model: str = "") -> AsyncGenerator[bytes, None]:
         """One event a second until the viewer disconnects (which closes the generator) or the proxy stops."""
-        self.num_viewers += 1
+        self._viewers[model] += 1
         try:
             yield RECONNECT
             while not self._closed.is_set():
-                yield await self._latest()
+                yield await self._event(model)
                 try:
                     async with asyncio.timeout(INTERVAL_S):
                         await self._closed.wait()
                 except TimeoutError:
                     continue
         finally:
-            self.num_viewers -= 1
+            self._viewers[model] -= 1
+            if not self._viewers[model]:
+                del self._viewers[model]
+                self._latest.pop(model, None)
 
-    async def _latest(self) -> bytes:
+    async def _event(self, model: str) -> bytes:
         async with self._lock:
             now = asyncio.get_running_loop().time()
-            if now - self._made_at >= INTERVAL_S / 2:
-                self._event = sse.event((await self._views.page("dashboard")).body)
-                self._made_at = now
-            return self._event
+            made_at, event = self._latest.get(model, (float("-inf"), b""))
+            if now - made_at >= INTERVAL_S / 2:
+                event = sse.event((await self._views.page("dashboard", model)).body)
+                self._latest[model] = now, event
+            return event
 
 
 def add_dashboard(app: Quart, feed: DashboardFeed, views: OperatorApi) -> None:
@@ -116,20 +125,29 @@ def add_dashboard(app: Quart, feed: DashboardFeed, views: OperatorApi) -> None:
     async def part(name: str) -> Response:
         return file(name)
 
-    # A path, since clients choose the ids.
-    @app.get("/ui/requests/<path:request_id>")
-    async def timeline(request_id: str) -> Response:
+    async def data(making: Awaitable[Page]) -> Response:
         try:
-            made = await views.timeline(request_id)
+            made = await making
         except ProxyError as error:
             return Response(error.body(), error.status, error.headers, content_type=JSON)
         return Response(made.body, made.status, HEADERS, content_type=made.content_type)
+
+    # A path, since clients choose the ids.
+    @app.get("/ui/requests/<path:request_id>")
+    async def timeline(request_id: str) -> Response:
+        return await data(views.timeline(request_id))
+
+    @app.get("/ui/agents/<path:incarnation>")
+    async def agent(incarnation: str) -> Response:
+        return await data(views.agent(Incarnation(incarnation)))
 
     @app.get(EVENTS_PATH)
     async def events() -> Response:
         if feed.is_full:
             error = TooManyViewers(f"the dashboard already has {MAX_VIEWERS} viewers")
             return Response(error.body(), error.status, error.headers, content_type=JSON)
-        response = Response(feed.events(), headers=HEADERS, content_type=sse.CONTENT_TYPE)
+        response = Response(
+            feed.events(request.args.get("model", "")), headers=HEADERS, content_type=sse.CONTENT_TYPE
+        )
         response.headers["X-Accel-Buffering"] = "no"  # nginx would buffer events
         return response

@@ -283,6 +283,9 @@ def document(version: str) -> dict[str, Any]:
                 )
             },
             "/ui/requests/{request_id}": {"get": _one_request()},
+            "/ui/agents/{incarnation}": {
+                "get": _of_agent("All that is known of one agent", {"200": _json({"type": "object"})})
+            },
         },
         "components": {
             "schemas": _schemas(),

@@ -64,7 +64,7 @@ class ResponseWriter:
         """Whether anything was sent: from then on a failure can no longer be an HTTP status."""
         self.include_timing = False
         """Whether a stream's last event reports how long each leg took."""
-        self._outcome: tuple[int, str | None, str | None] = (200, None, None)
+        self._outcome: tuple[int, str | None, str] = (200, None, "")
         """How a stream ends, as it is logged: the status, and an error's code and message."""
         self._is_done = False
         """Whether `[DONE]` was sent. Many clients disconnect on it, without waiting for the body's end."""

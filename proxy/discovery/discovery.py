@@ -59,6 +59,8 @@ class Discovery:
         self._registry = registry
         self._metrics = metrics
         self._clock = clock
+        self.port = settings.port
+        """Where agents announce themselves; while `running` never 0."""
         self._monitors = [HealthMonitor(server, _Updates(registry)) for server in settings.servers]
 
     def down(self) -> list[DownServer]:
@@ -71,7 +73,7 @@ class Discovery:
 
     @asynccontextmanager
     async def running(self, in_flight: Callable[[Incarnation], int]) -> AsyncIterator[int]:
-        """Listen to agents, and probe named servers, while the context is open; yield the discovery port.
+        """Listen to agents, and probe named servers, while the context is open; yield `port`.
 
         `in_flight` returns how many sequences this proxy has in flight at an agent.
 
@@ -88,13 +90,13 @@ class Discovery:
                 complete=pinged_servers.complete,
             )
             try:
-                port = listener.bind(self._settings.host, self._settings.port)
+                self.port = listener.bind(self._settings.host, self._settings.port)
                 async with asyncio.TaskGroup() as tasks:
                     warnings = FleetWarnings(self._registry, self._clock)
                     running = [tasks.create_task(listener.run()), tasks.create_task(warnings.run())]
                     running += [tasks.create_task(monitor.run(http)) for monitor in self._monitors]
                     try:
-                        yield port
+                        yield self.port
                     finally:
                         for task in running:
                             task.cancel()

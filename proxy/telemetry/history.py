@@ -16,7 +16,13 @@ from dataclasses import dataclass, fields
 from types import MappingProxyType
 
 from kvferry.proxy.telemetry.fast_metrics import quantile
-from kvferry.proxy.telemetry.metrics import PHASE_BUCKETS, TOKEN_BUCKETS, TTFT_BUCKETS, Totals
+from kvferry.proxy.telemetry.metrics import (
+    MAX_CHARTED_MODELS,
+    PHASE_BUCKETS,
+    TOKEN_BUCKETS,
+    TTFT_BUCKETS,
+    Totals,
+)
 
 SLICE_S = 2.0
 NUM_SLICES = 150
@@ -28,14 +34,18 @@ MAX_FAILURES = 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """How a request failed. Requests that failed alike are one entry, described by the last of them."""
+    """How a request failed. Requests that failed alike are one entry, described by the last of them.
+
+    `agent`: the address of the agent that had the request last; empty where none had it.
+    """
 
     endpoint: str
     status: int
     code: str
-    message: str
     model: str
     request_id: str
+    message: str = ""
+    agent: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,11 +100,17 @@ class Charts:
     slice_s: float
     ttft_p50: list[float | None]
     ttft_p95: list[float | None]
+    ttft_p99: list[float | None]
+    itl_p50: list[float | None]
+    itl_p95: list[float | None]
+    itl_p99: list[float | None]
     tpot_p50: list[float | None]
     tpot_p95: list[float | None]
+    tpot_p99: list[float | None]
     queue_wait_p95: list[float | None]
     pull_p50: list[float | None]
     pull_p95: list[float | None]
+    pull_p99: list[float | None]
     cached: list[float | None]
     queued: list[float]
     events: list[float]
@@ -119,7 +135,8 @@ class _Ring:
         self._num_slices = num_slices
         self._pull_bounds = pull_bounds
         self._last: tuple[float, Totals] | None = None
-        self._rows: deque[Mapping[str, float | None]] = deque(maxlen=num_slices)
+        self._rows: deque[tuple[float | None, ...]] = deque(maxlen=num_slices)
+        """The values of each slice, in the order of `_EMPTY`."""
 
     def record(self, now: float, totals: Totals, minute: Totals) -> None:
         """End a slice, if it is long enough. `minute`: what was counted in the last `QUANTILE_S`."""
@@ -129,13 +146,15 @@ class _Ring:
         seconds = now - self._last[0]
         if seconds < self._slice_s * 0.9:  # a timer is never exact
             return
-        self._rows.append(self._row(totals.minus(self._last[1]), minute, seconds))
+        row = self._row(totals.minus(self._last[1]), minute, seconds)
+        self._rows.append(tuple(row[name] for name in _EMPTY))
         self._last = (now, totals)
 
     def charts(self) -> Charts:
         """Return as many values of each as there are slices; those before the first snapshot are empty."""
-        rows = [_EMPTY] * (self._num_slices - len(self._rows)) + list(self._rows)
-        return Charts(slice_s=self._slice_s, **{name: [row[name] for row in rows] for name in _EMPTY})  # type: ignore[arg-type]
+        rows = [tuple(_EMPTY.values())] * (self._num_slices - len(self._rows)) + list(self._rows)
+        lines = map(list, zip(*rows, strict=True))
+        return Charts(slice_s=self._slice_s, **dict(zip(_EMPTY, lines, strict=True)))
 
     def _row(self, counted: Totals, minute: Totals, seconds: float) -> dict[str, float | None]:
         errors = counted.client_errors + counted.rejected
@@ -154,17 +173,19 @@ class _Ring:
             "leases_expired": counted.leases_expired,
         }
         return {
-            "ttft_p50": quantile(TTFT_BUCKETS, minute.ttft, 0.5),
-            "ttft_p95": quantile(TTFT_BUCKETS, minute.ttft, 0.95),
-            "tpot_p50": quantile(TOKEN_BUCKETS, minute.tpot, 0.5),
-            "tpot_p95": quantile(TOKEN_BUCKETS, minute.tpot, 0.95),
+            **_quantiles("ttft", TTFT_BUCKETS, minute.ttft),
+            **_quantiles("itl", TOKEN_BUCKETS, minute.itl),
+            **_quantiles("tpot", TOKEN_BUCKETS, minute.tpot),
+            **_quantiles("pull", self._pull_bounds, minute.pulls),
             "queue_wait_p95": quantile(PHASE_BUCKETS, minute.queue_wait, 0.95),
-            "pull_p50": quantile(self._pull_bounds, minute.pulls, 0.5),
-            "pull_p95": quantile(self._pull_bounds, minute.pulls, 0.95),
             "cached": minute.cached_tokens / minute.prompt_tokens if minute.prompt_tokens else None,
             "queued": counted.queued,
             **{name: count / seconds for name, count in rates.items()},
         }
+
+
+def _quantiles(name: str, bounds: Sequence[float], counts: Sequence[int]) -> dict[str, float | None]:
+    return {f"{name}_p{percent}": quantile(bounds, counts, percent / 100) for percent in (50, 95, 99)}
 
 
 _EMPTY: Mapping[str, float | None] = MappingProxyType(
@@ -188,12 +209,22 @@ class History:
         """Of the last minute, and the one before."""
         self._minutes = _Ring(SLICE_S, NUM_SLICES, pull_bounds)
         self._hour = _Ring(HOUR_SLICE_S, NUM_HOUR_SLICES, pull_bounds)
+        self._models: dict[str, History] = {}
 
-    def record(self, totals: Totals, now: float) -> None:
-        """Take a snapshot: what has been counted up to now (monotonic seconds)."""
+    def record(self, totals: Totals, now: float, models: Mapping[str, Totals] = MappingProxyType({})) -> None:
+        """Take a snapshot: what has been counted up to now (monotonic seconds), and of it by model, of at
+        most `MAX_CHARTED_MODELS`.
+        """
         snapshots = self._snapshots
         if snapshots and now <= snapshots[-1][0]:
             return
+        for model, counted in models.items():
+            if model not in self._models and len(self._models) < MAX_CHARTED_MODELS:
+                self._models[model] = History()
+                if snapshots:  # a model that is new had counted nothing by then
+                    self._models[model].record(Totals(), snapshots[-1][0])
+            if model in self._models:
+                self._models[model].record(counted, now)
         snapshots.append((now, totals))
         while len(snapshots) > 2 and snapshots[1][0] <= now - QUANTILE_S:
             snapshots.popleft()
@@ -201,14 +232,20 @@ class History:
         self._minutes.record(now, totals, minute)
         self._hour.record(now, totals, minute)
 
+    def of_model(self, model: str) -> History:
+        """Return what the requests for one model did; nothing of one that is not recorded."""
+        return self._models.get(model) or History()
+
     @asynccontextmanager
-    async def recording(self, totals: Callable[[], Totals]) -> AsyncIterator[None]:
-        """Take a snapshot of `totals()` every `SLICE_S` seconds while the context is open."""
+    async def recording(
+        self, totals: Callable[[], Totals], models: Callable[[], Mapping[str, Totals]]
+    ) -> AsyncIterator[None]:
+        """Take a snapshot of `totals()` and `models()` every `SLICE_S` seconds while the context is open."""
 
         async def record() -> None:
             clock = asyncio.get_running_loop().time
             while True:
-                self.record(totals(), clock())
+                self.record(totals(), clock(), models())
                 await asyncio.sleep(SLICE_S)
 
         async with asyncio.TaskGroup() as tasks:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import platform
 from collections import Counter as Count
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
-from itertools import chain, zip_longest
+from itertools import chain, islice, zip_longest
 from operator import add, sub
 from typing import Any, NamedTuple, TypeVar
 
@@ -49,6 +50,8 @@ PHASE_BUCKETS = (0.0005, 0.001, 0.005, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0,
 _TOTAL_BUCKETS = (0.01, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 MAX_MODELS = 64
 """Models with series of their own."""
+MAX_CHARTED_MODELS = 16
+"""Models with charts of their own on the operator's page."""
 PHASES = ("route", "prefill", "decode_wait", "decode")
 MODEL = "model_name"
 """The label, as vLLM names it."""
@@ -65,9 +68,9 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
     """What one process has counted since it started, as far as the charts show it.
 
     `failed` requests are those that ended with an error; `client_errors` (4xx but 429) and `rejected` (429)
-    are part of them. `ttft`, `tpot` and `queue_wait` are counts per bucket (`TTFT_BUCKETS`, `TOKEN_BUCKETS`,
-    `PHASE_BUCKETS`); so are `pulls`, by buckets of those who count them. From `pulls` on the
-    agents have counted. `queued` is no count, but how many requests wait now.
+    are part of them. `ttft`, `tpot`, `itl` and `queue_wait` are counts per bucket (`TTFT_BUCKETS`,
+    `TOKEN_BUCKETS` twice, `PHASE_BUCKETS`); so are `pulls`, by buckets of those who count them. From `pulls`
+    on the agents have counted. `queued` is no count, but how many requests wait now.
     """
 
     events: int = 0
@@ -80,6 +83,7 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
     queued: int = 0
     ttft: list[int] = msgspec.field(default_factory=lambda: [0] * (len(TTFT_BUCKETS) + 1))
     tpot: list[int] = msgspec.field(default_factory=lambda: [0] * (len(TOKEN_BUCKETS) + 1))
+    itl: list[int] = msgspec.field(default_factory=lambda: [0] * (len(TOKEN_BUCKETS) + 1))
     queue_wait: list[int] = msgspec.field(default_factory=lambda: [0] * (len(PHASE_BUCKETS) + 1))
     pulls: list[int] = []
     pull_bytes: int = 0
@@ -137,10 +141,30 @@ class MetricFamily(msgspec.Struct, frozen=True, array_like=True):
         return cls(metric.name, metric.type, metric.documentation, samples)
 
 
+@dataclass(slots=True)
+class ModelCounts:
+    """Plain numbers, for the charts: requests by how they ended, and events of streams."""
+
+    events: int = 0
+    ended: int = 0
+    failed: int = 0
+    client_errors: int = 0
+    rejected: int = 0
+
+    def add(self, status: int) -> None:
+        """Count a request that has ended."""
+        self.ended += 1
+        if status >= 400 and status != CLIENT_LEFT:
+            self.failed += 1
+            self.rejected += status == TOO_MANY_REQUESTS
+            self.client_errors += status < 500 and status != TOO_MANY_REQUESTS
+
+
 class ModelMetrics(NamedTuple):
     """What is counted with every request for one model, looked up once. `phases`: by phase."""
 
     model: str
+    counts: ModelCounts
     ttft: BucketCounts
     tpot: BucketCounts
     itl: BucketCounts
@@ -164,10 +188,6 @@ class Metrics:
         disable_created_metrics()  # type: ignore[no-untyped-call] # a second series of each counter, unused
         self.events = 0
         """Events of streams that went to clients; counted with every one, so a plain number."""
-        self._num_ended = 0
-        self._num_failed = 0
-        self._num_client_errors = 0
-        self._num_rejected = 0
         self.registry = registry = CollectorRegistry()
         info = Gauge(
             "kvferry_proxy_build_info", "Always 1; the labels say which version runs.", ["version", "python"],
@@ -383,28 +403,42 @@ class Metrics:
 
     def ended(self, api: str, status: int, model: str = "") -> None:
         """Count a request that has ended; `model` is that of its `ModelMetrics`."""
-        self._num_ended += 1
-        if status >= 400 and status != CLIENT_LEFT:
-            self._num_failed += 1
-            self._num_rejected += status == TOO_MANY_REQUESTS
-            self._num_client_errors += status < 500 and status != TOO_MANY_REQUESTS
+        self.of_model(model).counts.add(status)
         self.requests.add((api, model, str(status)), 1)
 
     def totals(self) -> Totals:
         """Return what has been counted up to now."""
+        counts = [self._unserved.counts, *(each.counts for each in self._models.values())]
         return Totals(
             events=self.events,
-            ended=self._num_ended,
-            failed=self._num_failed,
-            client_errors=self._num_client_errors,
-            rejected=self._num_rejected,
+            ended=sum(each.ended for each in counts),
+            failed=sum(each.failed for each in counts),
+            client_errors=sum(each.client_errors for each in counts),
+            rejected=sum(each.rejected for each in counts),
             retries=_value(self.retries),
             migrations=_value(self.migrations),
             queued=sum(self.queue_length.counts().values()),
             ttft=self.ttft.counts(),
             tpot=self.tpot.counts(),
+            itl=self.itl.counts(),
             queue_wait=self.queue_wait.counts(),
         )
+
+    def model_totals(self) -> dict[str, Totals]:
+        """Return, for each of the first `MAX_CHARTED_MODELS` models, what is counted by model."""
+        return {
+            name: Totals(
+                events=of.counts.events,
+                ended=of.counts.ended,
+                failed=of.counts.failed,
+                client_errors=of.counts.client_errors,
+                rejected=of.counts.rejected,
+                ttft=of.ttft.counts(),
+                tpot=of.tpot.counts(),
+                itl=of.itl.counts(),
+            )
+            for name, of in islice(self._models.items(), MAX_CHARTED_MODELS)
+        }
 
     def requests_in_flight(self) -> dict[str, int]:
         """Return the requests now in each phase."""
@@ -433,6 +467,7 @@ class Metrics:
             counted.add(model, 0)
         return ModelMetrics(
             model=model,
+            counts=ModelCounts(),
             ttft=self.ttft.of(model),
             tpot=self.tpot.of(model),
             itl=self.itl.of(model),

@@ -18,7 +18,7 @@ from kvferry.proxy.request import ClientRequest, ReportedUsage
 from kvferry.proxy.telemetry.history import Failure, FailureLog
 from kvferry.proxy.telemetry.metrics import CLIENT_LEFT, Metrics
 from kvferry.proxy.telemetry.request_trace import RequestTrace
-from kvferry.proxy.telemetry.timelines import Timelines
+from kvferry.proxy.telemetry.timelines import MAX_TEXT_CHARS, Timelines
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +26,6 @@ MAX_AGENT_TIMINGS = 16
 """Of one agent's `Server-Timing` that are passed on."""
 _AGENT_TIMING = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,31};dur=[0-9]{1,9}(\.[0-9]{1,6})?")
 MAX_MODEL_CHARS = 100
-MAX_ERROR_CHARS = 300
-"""Of an error's message, which may quote a part of the request."""
 MAX_PROMPT_CHARS = 4096
 
 
@@ -62,6 +60,10 @@ _LEGS = {
 }
 
 
+_SENT = frozenset({Phase.PREFILL, Phase.DECODE_WAIT})
+"""A phase begins with a leg that is sent to an agent."""
+
+
 class RequestLog:
     """The phases, times and facts of one request. Every request ends exactly once, by `end`.
 
@@ -94,6 +96,9 @@ class RequestLog:
         self._transfer_ids: list[TransferId] = []
         self._choices = 1
         self._model = ""
+        self._pair: Pair | None = None
+        self._agent = ""
+        """The address of the agent that the request was sent to last."""
         self._model_metrics = metrics.of_model("")
         self._agent_timing: list[str] = []
         self._events = 0
@@ -110,6 +115,8 @@ class RequestLog:
         spent = now - self._phase_since
         self._phase_since = now
         self._timeline.enter(phase, now)
+        if self._pair is not None and phase in _SENT:
+            self._agent = (self._pair.prefill if phase is Phase.PREFILL else self._pair.decode).info.address
         self._seconds[before] = self._seconds.get(before, 0.0) + spent
         of_model.phases[before].observe(spent)
         in_flight.add((before, of_model.model), -1)
@@ -157,6 +164,7 @@ class RequestLog:
     def add_attempt(self, pair: Pair, transfer_id: TransferId) -> None:
         """Record that the request was routed, perhaps again."""
         prefill, decode = pair.prefill.info.address, pair.decode.info.address
+        self._pair = pair
         self._facts |= {"prefill": prefill, "decode": decode}
         self._timeline.add_attempt(time.monotonic(), prefill, decode, "" if pair.alone else transfer_id)
         if not pair.alone:
@@ -190,6 +198,7 @@ class RequestLog:
         count = sse.count(events)
         self._events += count
         self._metrics.events += count
+        self._model_metrics.counts.events += count
         if self._first_text_at is None and sse.has_text(events):
             self._first_text_at = self._timeline.first_text_at = now
             ttft = now - self.arrived_at
@@ -209,6 +218,7 @@ class RequestLog:
         self._model_metrics.itl.observe(now - last)
         self._events += 1
         self._metrics.events += 1
+        self._model_metrics.counts.events += 1
 
     def add_agent_timing(self, leg: str, header: str | None) -> None:
         """Record an agent's own `Server-Timing` header, if it sent one: the names with a duration in it."""
@@ -235,14 +245,14 @@ class RequestLog:
         legs = [f"{name};dur={seconds * 1e3:.3f}" for name, seconds in self.leg_seconds().items()]
         return ", ".join(legs + self._agent_timing)
 
-    def end(self, status: int, code: str | None = None, message: str | None = None) -> None:
+    def end(self, status: int, code: str | None = None, message: str = "") -> None:
         """End the request with this HTTP status (for an error event: the one it stands for); `code` and
         `message` are an error's.
         """
-        message = message and message[:MAX_ERROR_CHARS]
         self.enter(Phase.ENDED)
         total = self._phase_since - self.arrived_at
         self._timeline.status, self._timeline.code = status, code
+        self._timeline.message = message = message[:MAX_TEXT_CHARS]
         self._timeline.agent_timing = self._agent_timing
         of_model = self._model_metrics
         self._metrics.ended(self.api, status, of_model.model)
@@ -255,7 +265,7 @@ class RequestLog:
                 self._metrics.missed_objectives.add(("tpot", of_model.model), 1)
         if self.trace is not None:
             self.trace.end(status, code, self._phase_since)
-        self._remember(status, code or "", message or "")
+        self._remember(status, code or "", message)
         if logger.isEnabledFor(logging.INFO):
             logger.info("request %s", Facts(self._line(status, code, message, total)))
 
@@ -268,6 +278,7 @@ class RequestLog:
                 message=message,
                 model=self._model,
                 request_id=self.request_id,
+                agent=self._agent,
             )
             self._failures.add(failure, self._phase_since)
 

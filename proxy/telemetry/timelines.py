@@ -32,6 +32,7 @@ class Timeline:
     status: int | None = None
     """None while it is under way."""
     code: str | None = None
+    message: str = ""
 
     def enter(self, phase: str, at: float) -> None:
         """Record that a phase has begun."""
@@ -60,6 +61,7 @@ class Timeline:
             "arrived": time.time() - (now - self.arrived_at),
             "status": self.status,
             "code": self.code,
+            "message": self.message,
             "first_text_s": None if self.first_text_at is None else self._since(self.first_text_at),
             "total_s": phases[-1][1] if ended and phases else self._since(now),
             "phases": [

@@ -143,7 +143,8 @@ class Register(msgspec.Struct, frozen=True, kw_only=True):
     `prefill_chunk`: prompt tokens computed per step; None when unknown. `loop_lag_s`: by how many seconds the
     event loop that serves HTTP is late. Pings show that an agent is alive; `steps` and this, that it makes
     progress. `control_versions`: what it speaks on the control channel to other agents. `work` and
-    `capacity`: None from an agent that does not say. `name`: for operators, empty if it has none.
+    `capacity`: None from an agent that does not say. `name`: for operators, empty if it has none. `device`:
+    what each rank computes on, "cpu" or the name of a GPU; empty when unknown. `uptime_s`: since the start.
     """
 
     v: Literal[1] = 1
@@ -176,6 +177,8 @@ class Register(msgspec.Struct, frozen=True, kw_only=True):
     work: WorkReport | None = None
     capacity: Capacity | None = None
     name: Text = ""
+    device: Text = ""
+    uptime_s: Seconds | None = None
 
 
 class Bye(msgspec.Struct, frozen=True, kw_only=True):

@@ -108,6 +108,8 @@ class Report(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     seq: int
     families: list[MetricFamily]
     totals: Totals
+    models: dict[str, Totals]
+    """By model, as `Metrics.model_totals` returns them."""
     phases: dict[str, int]
     """Requests now in each phase."""
     failures: list[FailureCount]
@@ -130,8 +132,18 @@ class TimelineRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class PageRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """`model`: of the dashboard, the model that it is to show; empty for all."""
+
     seq: int
     name: PageName
+    model: str
+
+
+class AgentRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Ask for what is known of an agent; the response is its page."""
+
+    seq: int
+    agent: Incarnation
 
 
 class CordonRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -156,6 +168,7 @@ ToSupervisor = (
     | Report
     | FoundTimeline
     | PageRequest
+    | AgentRequest
     | CordonRequest
     | DrainRequest
     | TimelineRequest

@@ -19,7 +19,7 @@ import itertools
 import logging
 import socket
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,6 +32,8 @@ from kvferry.proxy.api.operator.pages import (
     Activity,
     FleetView,
     Page,
+    ProxyFacts,
+    agent_page,
     dashboard_page,
     drain_page,
     fleet_page,
@@ -45,7 +47,15 @@ from kvferry.proxy.fleet.circuit_breaker import BreakerState
 from kvferry.proxy.fleet.fleet import note_model
 from kvferry.proxy.fleet.registry import PAUSE_CHECK_INTERVAL_S, Registry
 from kvferry.proxy.fleet.snapshot import Node, NodeState
-from kvferry.proxy.settings import Keys, base_url, discovery_settings, fleet_settings, listening_socket
+from kvferry.proxy.settings import (
+    Keys,
+    base_url,
+    discovery_settings,
+    fleet_settings,
+    listening_socket,
+    proxy_facts,
+)
+from kvferry.proxy.telemetry.agent_history import AgentHistories
 from kvferry.proxy.telemetry.collectors import FleetCollector
 from kvferry.proxy.telemetry.event_log import EventKind, EventLog
 from kvferry.proxy.telemetry.history import SLICE_S, FailureLog, History
@@ -61,6 +71,7 @@ from kvferry.proxy.telemetry.transfer_totals import TransferTotals
 from kvferry.proxy.wire.registration import PULL_BUCKETS, Bye, Incarnation, Register
 from kvferry.proxy.workers.messages import (
     HEARTBEAT_INTERVAL_S,
+    AgentRequest,
     AgentStatus,
     ChannelClosed,
     Collect,
@@ -137,7 +148,16 @@ async def running_workers(
     registry = Registry(clock, rules=fleet_settings(config).rules)
     discovery = Discovery(discovery_settings(config, keys), registry, metrics, clock)
     with reserved_port(config.host, config.port) as port:
-        supervisor = Supervisor(config, port, registry, metrics, discovery.down, clock, clock() + settle_s)
+        supervisor = Supervisor(
+            config,
+            port,
+            registry,
+            metrics,
+            discovery.down,
+            clock,
+            clock() + settle_s,
+            lambda: proxy_facts(config, discovery.port),
+        )
         async with (
             discovery.running(supervisor.in_flight) as discovery_port,
             asyncio.TaskGroup() as tasks,
@@ -169,6 +189,7 @@ class Supervisor:
         down: Callable[[], Sequence[DownServer]],
         clock: Callable[[], float],
         settled_at: float = float("-inf"),
+        facts: Callable[[], ProxyFacts] = ProxyFacts,
     ) -> None:
         self._settled_at = settled_at
         self._config = config
@@ -176,6 +197,7 @@ class Supervisor:
         self._registry = registry
         self._metrics = metrics
         self._down = down
+        self._facts = facts
         self._clock = clock
         self._workers: set[WorkerSession] = set()
         self._num_listening = asyncio.Semaphore(0)
@@ -184,14 +206,17 @@ class Supervisor:
         # Counted by workers that have ended: a sum must not fall.
         self._ended_families: list[MetricFamily] = []
         self._ended_totals = Totals()
+        self._ended_models: dict[str, Totals] = {}
         self._ended_failures = FailureLog()
         self._history = History(PULL_BUCKETS)
         self._transfers = TransferTotals(clock)
+        self._agents = AgentHistories(clock)
         self._pages = PageCache(clock)
         self._fleet_metrics = FleetCollector(lambda: self._view().snapshot, registry.lost, down)
         registry.subscribe(partial(note_model, metrics))
         registry.subscribe(self._broadcast)
         registry.subscribe(self._transfers.note)
+        registry.subscribe(self._agents.note)
 
     async def started(self) -> None:
         """Wait until as many workers as there are to be listen. Raises `WorkersFailed`."""
@@ -218,7 +243,8 @@ class Supervisor:
         while True:
             await asyncio.sleep(WATCH_INTERVAL_S)
             await self._collect()
-            self._history.record(self._totals().plus(self._transfers.totals()), self._clock())
+            totals, models = self._totals()
+            self._history.record(totals.plus(self._transfers.totals()), self._clock(), models)
 
     async def kill_hung(self) -> None:
         """Kill workers that are silent, until cancelled. Rounds count, not seconds: while this process or its
@@ -240,12 +266,14 @@ class Supervisor:
             self._count_death()
             await asyncio.sleep(RESTART_PAUSE_S)
 
-    async def page(self, name: PageName) -> Page:
+    async def page(self, name: PageName, model: str = "") -> Page:
         """Return a page of all workers together."""
+        if model:
+            return await self._make(name, model)
         is_large = self._registry.num_agents > LARGE_FLEET
         return await self._pages.get(name, lambda: self._make(name), is_large=is_large)
 
-    async def _make(self, name: PageName) -> Page:
+    async def _make(self, name: PageName, model: str = "") -> Page:
         await self._collect()
         view = self._view()
         match name:
@@ -253,7 +281,7 @@ class Supervisor:
                 families = [*self._families(), *map(MetricFamily.of, self._fleet_metrics.collect())]
                 return Page(body=exposition(families), content_type=CONTENT_TYPE)
             case "dashboard":
-                return await dashboard_page(view, self._activity())
+                return await dashboard_page(view, self._activity(), model)
             case _:
                 return await fleet_page(name, view)
 
@@ -269,6 +297,7 @@ class Supervisor:
             history=self._history,
             failures=failures.latest(),
             transfers=self._transfers,
+            proxy=self._facts(),
         )
 
     def _events(self) -> EventLog:
@@ -283,6 +312,11 @@ class Supervisor:
         found = await asyncio.gather(*(worker.find_timeline(request_id) for worker in self._workers))
         body = next((timeline for timeline in found if timeline is not None), None)
         return timeline_page(request_id, None) if body is None else Page(body=body)
+
+    async def agent(self, agent: Incarnation) -> Page:
+        """Return what is known of an agent, or a 404."""
+        await self._collect()
+        return agent_page(self._view(), agent, self._agents)
 
     async def cordon(self, agent: Incarnation, cordoned: bool) -> Page:
         """Take an agent out of rotation in every worker, or put it back; return its entry in `/nodes`."""
@@ -366,11 +400,12 @@ class Supervisor:
             [self._ended_families, self._metrics.families(), *(each.families for each in self._reports())]
         )
 
-    def _totals(self) -> Totals:
-        totals = self._ended_totals
+    def _totals(self) -> tuple[Totals, dict[str, Totals]]:
+        """Return what all workers have counted, and of it by model."""
+        totals, models = self._ended_totals, self._ended_models
         for report in self._reports():
-            totals = totals.plus(report.totals)
-        return totals
+            totals, models = totals.plus(report.totals), _sum_models(models, report.models)
+        return totals, models
 
     def _view(self) -> FleetView:
         """Return the fleet as all workers together see it."""
@@ -399,6 +434,7 @@ class Supervisor:
             counted = [family for family in last.families if family.kind != "gauge"]
             self._ended_families = sum_families([self._ended_families, counted])
             self._ended_totals = self._ended_totals.plus(last.totals)
+            self._ended_models = _sum_models(self._ended_models, last.models)
             self._ended_failures.merge(last.failures)
             self._registry.events.merge(last.events)
 
@@ -451,8 +487,10 @@ class WorkerSession:
                             self._take_timeline(seq, timeline)
                         case TimelineRequest(seq=seq, request_id=request_id):
                             tasks.create_task(self._respond(seq, self._supervisor.timeline(request_id)))
-                        case PageRequest(seq=seq, name=name):
-                            tasks.create_task(self._respond(seq, self._supervisor.page(name)))
+                        case PageRequest(seq=seq, name=name, model=model):
+                            tasks.create_task(self._respond(seq, self._supervisor.page(name, model)))
+                        case AgentRequest(seq=seq, agent=agent):
+                            tasks.create_task(self._respond(seq, self._supervisor.agent(agent)))
                         case CordonRequest(seq=seq, agent=agent, cordoned=cordoned):
                             tasks.create_task(self._respond(seq, self._supervisor.cordon(agent, cordoned)))
                         case DrainRequest(seq=seq, agent=agent):
@@ -535,6 +573,10 @@ async def _monitor_pauses(registry: Registry) -> None:
     while True:
         registry.check_pause()
         await asyncio.sleep(PAUSE_CHECK_INTERVAL_S)
+
+
+def _sum_models(ours: Mapping[str, Totals], theirs: Mapping[str, Totals]) -> dict[str, Totals]:
+    return {**ours, **{model: ours.get(model, Totals()).plus(each) for model, each in theirs.items()}}
 
 
 def _in_flight(worker: WorkerSession, agent: Incarnation) -> int:

@@ -30,6 +30,7 @@ from kvferry.proxy.errors import ProxyError
 from kvferry.proxy.fleet.fleet import Fleet
 from kvferry.proxy.server import serving
 from kvferry.proxy.settings import Keys, fleet_settings, listening_socket, metrics_of
+from kvferry.proxy.telemetry.agent_history import AgentHistories
 from kvferry.proxy.telemetry.collectors import AgentCollector, ScalingCollector
 from kvferry.proxy.telemetry.event_log import SEEN_BY_WORKERS
 from kvferry.proxy.telemetry.history import FailureLog, History
@@ -39,6 +40,7 @@ from kvferry.proxy.telemetry.transfer_totals import TransferTotals
 from kvferry.proxy.wire.registration import Incarnation
 from kvferry.proxy.workers.messages import (
     HEARTBEAT_INTERVAL_S,
+    AgentRequest,
     AgentStatus,
     ChannelClosed,
     Collect,
@@ -92,9 +94,9 @@ class Worker(OperatorApi):
         timelines: Timelines,
         stop: StopRequest,
     ) -> None:
-        # What pings report is added up by the supervisor.
-        transfers = TransferTotals(fleet.clock)
-        super().__init__(fleet, metrics, History(), failures, timelines, transfers, down=list)
+        # What pings report is kept by the supervisor.
+        transfers, agents = TransferTotals(fleet.clock), AgentHistories(fleet.clock)
+        super().__init__(fleet, metrics, History(), failures, timelines, transfers, agents, down=list)
         self._channel = channel
         self._seq = itertools.count()
         self._pending: dict[int, asyncio.Future[Page]] = {}
@@ -155,11 +157,11 @@ class Worker(OperatorApi):
             case Start():
                 logger.error("the supervisor has sent Start twice")
 
-    async def page(self, name: PageName) -> Page:
+    async def page(self, name: PageName, model: str = "") -> Page:
         if name not in OF_ALL_WORKERS:
-            return await super().page(name)
+            return await super().page(name, model)
         seq = next(self._seq)
-        return await self._request(seq, PageRequest(seq=seq, name=name))
+        return await self._request(seq, PageRequest(seq=seq, name=name, model=model))
 
     async def timeline(self, request_id: str) -> Page:
         found = self.own_timeline(request_id)
@@ -167,6 +169,10 @@ class Worker(OperatorApi):
             return timeline_page(request_id, found)
         seq = next(self._seq)
         return await self._request(seq, TimelineRequest(seq=seq, request_id=request_id))
+
+    async def agent(self, agent: Incarnation) -> Page:
+        seq = next(self._seq)
+        return await self._request(seq, AgentRequest(seq=seq, agent=agent))
 
     async def cordon(self, agent: Incarnation, cordoned: bool) -> Page:
         seq = next(self._seq)
@@ -177,7 +183,9 @@ class Worker(OperatorApi):
         return await self._request(seq, DrainRequest(seq=seq, agent=agent))
 
     async def _request(
-        self, seq: int, message: PageRequest | CordonRequest | DrainRequest | TimelineRequest
+        self,
+        seq: int,
+        message: PageRequest | AgentRequest | CordonRequest | DrainRequest | TimelineRequest,
     ) -> Page:
         if self.is_orphaned:
             raise SupervisorUnavailable("the supervisor has ended")
@@ -200,6 +208,7 @@ class Worker(OperatorApi):
             seq=seq,
             families=self._metrics.families(),
             totals=self._metrics.totals(),
+            models=self._metrics.model_totals(),
             phases=self._metrics.requests_in_flight(),
             failures=self._failures.latest(),
             events=self._fleet.registry.events.of_kinds(SEEN_BY_WORKERS),

@@ -25,6 +25,7 @@ from kvferry.proxy.errors import Overloaded
 from kvferry.proxy.fleet.fleet import AcquireRequest, Fleet, FleetSettings
 from kvferry.proxy.fleet.routing.policy import PolicyName
 from kvferry.proxy.fleet.routing.routing_request import RoutingRequest
+from kvferry.proxy.telemetry.agent_history import AgentHistories
 from kvferry.proxy.telemetry.collectors import FleetCollector
 from kvferry.proxy.telemetry.history import FailureLog, History
 from kvferry.proxy.telemetry.metrics import Metrics
@@ -137,6 +138,8 @@ class Bench:
         metrics = Metrics()
         settings = FleetSettings(prefill_policy=policy, decode_policy=policy)
         self.fleet = Fleet(settings, metrics, self.clock)
+        histories = AgentHistories(self.clock)
+        self.fleet.registry.subscribe(histories.note)
         self.views = OperatorApi(
             self.fleet,
             metrics,
@@ -144,6 +147,7 @@ class Bench:
             FailureLog(),
             Timelines(),
             TransferTotals(self.clock),
+            histories,
             down=list,
         )
         metrics.add_collector(FleetCollector(self.fleet.registry.snapshot, self.fleet.registry.lost, list))

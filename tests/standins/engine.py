@@ -91,6 +91,7 @@ class StandInEngine:
                 layout="layout",
                 weights="weights",
                 host_id="host",
+                device="cpu",
                 max_model_len=MAX_MODEL_LEN,
                 kv_blocks_total=64,
             )

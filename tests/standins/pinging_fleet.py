@@ -71,6 +71,9 @@ class PingingFleet:
                 max_running=64,
             ),
             work=self._work(number, is_prefill, turn),
+            device="NVIDIA H200",
+            uptime_s=5400.0 + turn,
+            geometry={"block_size": "16", "dtype": "bfloat16"},
         )
 
     def _work(self, number: int, is_prefill: bool, turn: int) -> wire.WorkReport:

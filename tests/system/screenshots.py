@@ -32,7 +32,7 @@ SHOTS = [
     for screen, width in (("desktop", 1280), ("phone", 390))
     for scheme in ("light", "dark")
 ]
-COLOURS = 32
+COLOURS = 64
 
 
 def invented_history(agents: int) -> History:
@@ -45,9 +45,12 @@ def invented_history(agents: int) -> History:
         for _ in range(round(load)):
             metrics.of_model("").ttft.observe(0.05 * random_.lognormvariate(0, 0.5) * (3 if is_lost else 1))
             metrics.of_model("").tpot.observe(0.012 * random_.lognormvariate(0, 0.2))
+            metrics.of_model("").itl.observe(0.011 * random_.lognormvariate(0, 0.4))
             metrics.ended("completions", 502 if is_lost and random_.random() < 0.1 else 200)
         if step % 37 == 0:
             metrics.ended("completions", 400)
+        if step % 53 == 0:
+            metrics.ended("completions", 429)
         metrics.events += round(load * 90)
         queued = round(max(0.0, load - agents * 2.2))
         metrics.queue_length.add("", queued - metrics.queue_length.counts()[""])

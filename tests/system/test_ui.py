@@ -11,6 +11,7 @@ import pytest
 
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.server import running_proxy
+from tests.standins.agents import StandInAgent
 from tests.standins.pinging_fleet import PingingFleet
 from tests.system.browser import Page, chromium, open_page
 from tests.system.client import Answer, complete_all, heldout
@@ -28,8 +29,15 @@ EVENTS = "[...document.querySelectorAll('#events tbody tr')].map((row) => row.te
 CHART = "document.activeElement.getAttribute('aria-label') ?? ''"
 FOCUSED = "document.activeElement"
 WIDTHS = (1280, 400)
-NUM_CHARTS = 11
-DRAWN = ("Time to first token", "Streamed tokens per second", "KV pulled per second", "Time of a pull")
+SHOWN_CHARTS = "[...document.querySelectorAll('main figure:not([hidden]) .chart')]"
+FOLDED = "[...document.querySelectorAll('.folded')].map((line) => line.textContent).join(' ')"
+DRAWN = (
+    "Time to first token",
+    "Inter-token latency",
+    "Streamed tokens per second",
+    "KV pulled per second",
+    "Time of a pull",
+)
 AXE = Path(__file__).parent / "axe" / "axe.min.js"
 SHOWN = "document.body.dataset.snapshot"
 ADMIN_KEY = "an-operator-of-the-tests"
@@ -50,6 +58,7 @@ async def test_the_page_shows_the_cluster_live(start_cluster: StartCluster, tmp_
         assert set(await page.evaluate(AGENTS)) == set(hosts.values())
         await page.until("document.getElementById('readiness').textContent === 'ready'")
 
+        assert await page.evaluate("document.getElementById('errors').hidden"), "nothing has failed"
         answers = await complete_all(
             cluster.url,
             [
@@ -76,8 +85,16 @@ async def test_the_page_shows_the_cluster_live(start_cluster: StartCluster, tmp_
         pair = await page.evaluate("document.querySelector('#pairs tbody tr').textContent")
         assert pair.startswith(hosts["decode"] + hosts["prefill"])
 
+        message = "no agent serves this model: 'unheard-of'"
+        assert message in await page.evaluate("document.querySelector('#failures tbody').textContent")
+        top = "document.getElementById('errors').getBoundingClientRect().top"
+        assert await page.evaluate(top) < 300, "errors are seen without scrolling"
         await page.evaluate("document.querySelector('#failures .link').click()")
         await page.until("document.querySelector('#request')?.textContent.includes('model not found')")
+        assert await page.evaluate("document.querySelector('#request .problem').textContent") == message
+
+        assert "Wait in the queue" in await page.evaluate(FOLDED), "what is empty takes no place"
+        assert not await page.evaluate(f"{SHOWN_CHARTS}.some(({{dataset}}) => dataset.points === '0')")
 
         await walk_by_keyboard(page)
         for scheme in ("light", "dark"):
@@ -100,6 +117,67 @@ async def test_the_page_shows_the_cluster_live(start_cluster: StartCluster, tmp_
         assert any("lost" in event and hosts["decode"] in event for event in await page.evaluate(EVENTS))
         await cluster.proxy.stop()
         await page.until("document.getElementById('connection').textContent.includes('does not respond')")
+
+
+@pytest.mark.timeout(120)
+async def test_an_empty_fleet_and_whose_page_it_is(tmp_path: Path) -> None:
+    """The title and the header name the cluster, and the page says how to start an agent; on a phone too."""
+    config = ProxyConfig(port=0, discovery_port=0, cluster_name="east <1>")
+    async with running_proxy(config) as proxy, open_page(tmp_path / "profile") as page:
+        await page.resize(390)
+        await page.goto(f"{proxy.url}/ui")
+        await page.until("document.title === 'east <1> not ready · kvferry'")
+        assert await page.evaluate("document.getElementById('proxy-name').textContent") == "east <1>"
+        discovery = f"127.0.0.1:{proxy.discovery_port}"
+        command = await page.evaluate("document.getElementById('next-command').innerText")
+        assert command == f"kvferry agent --proxy {discovery} --model FOLDER"
+        assert await page.evaluate(f"{SHOWN_CHARTS}.length") == 0, "nothing has happened"
+
+        async with PingingFleet(discovery, 4).pinging():
+            await page.until("document.title === 'east <1> · kvferry'")
+            assert await page.evaluate("document.getElementById('next-step').hidden")
+            await page.until(f"{EVENTS}.some((event) => event.includes('ready'))")
+            boxes = (
+                "((selector) => [...document.querySelectorAll(selector)]"
+                ".map((each) => each.getBoundingClientRect()))"
+            )
+            shown = f"{boxes}('#events .narrow').filter(({{ width }}) => width)"
+            assert await page.evaluate(f"{shown}.length") >= 4, "the details of events"
+            assert await page.evaluate(f"Math.max(...{shown}.map(({{ right }}) => right))") <= 390
+            await complete_all(proxy.url, [{"model": "unheard-of", "prompt": "?"}], concurrency=1)
+            await page.until("document.querySelector('#failures .link') !== null")
+            links = f"{boxes}('#failures .link')[0].right"
+            assert await page.evaluate(links) <= 390, "the request of an error is in sight"
+            middles = (
+                f"{boxes}('#pause, #windows').map(({{ top, bottom }}) => Math.round((top + bottom) / 2))"
+            )
+            assert len(set(await page.evaluate(middles))) == 1, "Pause is in one line with the window"
+
+            await page.evaluate("document.querySelector('#nodes .name').click()")
+            for chart in ("Sequences", "KV blocks in use"):
+                drawn = (
+                    f"document.querySelector('#agent-charts [aria-label^=\"{chart}\"]')?.dataset.points > 1"
+                )
+                await page.until(drawn)
+            facts = await page.evaluate("document.getElementById('agent-facts').innerText")
+            assert "NVIDIA H200" in facts and "4,096 of 16 tokens" in facts
+            await page.evaluate("document.getElementById('agent-dialog').close()")
+
+            assert await page.evaluate("document.getElementById('model-choice').hidden"), "there is one model"
+            async with StandInAgent("both", (discovery,), model="<other>") as other:
+                await page.until("!document.getElementById('model-choice').hidden")
+                await page.evaluate(
+                    "{ const all = document.getElementById('model'); all.value = '<other>';"
+                    "all.dispatchEvent(new Event('change')) }"
+                )
+                await page.until(f"{AGENTS}.length === 1")
+                assert await page.evaluate(AGENTS) == [other.address.removeprefix("http://")]
+                assert await page.evaluate("location.search") == "?model=%3Cother%3E"
+                await page.call("Page.reload")
+                await page.until(f"globalThis.document?.body && {AGENTS}.length === 1")
+                assert await page.evaluate("document.getElementById('model').value") == "<other>"
+                assert await page.accessibility_problems(AXE) == []
+        assert not page.complaints
 
 
 async def cordon_and_uncordon(page: Page, host: str) -> None:
@@ -129,7 +207,11 @@ async def walk_by_keyboard(page: Page) -> None:
     await page.press("Enter")
     await page.until("document.getElementById('connection').textContent === 'live'")
 
-    for chart in range(NUM_CHARTS):
+    # The errors, their scroll area and the link of the one there is, come before the charts.
+    for _ in range(2):
+        await page.press("Tab")
+        assert await page.evaluate(f"document.getElementById('errors').contains({FOCUSED})")
+    for chart in range(await page.evaluate(f"{SHOWN_CHARTS}.length")):
         await page.press("Tab")
         assert await page.evaluate(f"{FOCUSED}.classList.contains('chart')"), chart
         await page.press("Home")
@@ -145,10 +227,16 @@ async def walk_by_keyboard(page: Page) -> None:
     assert await page.evaluate(AGENTS) == before[::-1]
     await page.evaluate("document.querySelector('#nodes .name').focus()")
     await page.press("Enter")
-    assert await page.evaluate("document.getElementById('node-dialog').open")
+    assert await page.evaluate("document.getElementById('agent-dialog').open")
     seen = await page.evaluate("document.body.dataset.snapshot")
     await page.until(f"document.body.dataset.snapshot !== {seen!r}")
-    assert await page.evaluate("document.getElementById('node-dialog').open"), "a new snapshot keeps it open"
+    assert await page.evaluate("document.getElementById('agent-dialog').open"), "a new snapshot keeps it open"
+    await page.until("!document.getElementById('agent-charts').hidden")
+    facts = await page.evaluate("document.getElementById('agent-facts').innerText")
+    for fact in ("CPU", "of 16 tokens, ", "float32", "running of at most", "Up for", "0.1.0"):
+        assert fact in facts, fact
+    address = await page.evaluate("document.getElementById('agent-metrics').href")
+    assert address.startswith("http://127.0.0.1:") and address.endswith("/metrics")
     await page.press("Escape")
     assert await page.evaluate(f"{FOCUSED}.classList.contains('name')"), "and takes no focus"
 

@@ -14,6 +14,8 @@ from kvferry.proxy.api.operator.pages import (
     Activity,
     FleetView,
     Page,
+    ProxyFacts,
+    agent_page,
     dashboard_page,
     drain_page,
     fleet_page,
@@ -21,6 +23,7 @@ from kvferry.proxy.api.operator.pages import (
     timeline_page,
 )
 from kvferry.proxy.fleet.fleet import Fleet
+from kvferry.proxy.telemetry.agent_history import AgentHistories
 from kvferry.proxy.telemetry.history import FailureLog, History
 from kvferry.proxy.telemetry.metrics import CONTENT_TYPE, Metrics
 from kvferry.proxy.telemetry.timelines import Timelines
@@ -76,7 +79,9 @@ class OperatorApi:
         failures: FailureLog,
         timelines: Timelines,
         transfers: TransferTotals,
+        agents: AgentHistories,
         down: Callable[[], Sequence[Mapping[str, object]]],
+        facts: Callable[[], ProxyFacts] = ProxyFacts,
     ) -> None:
         self._fleet = fleet
         self._metrics = metrics
@@ -84,15 +89,22 @@ class OperatorApi:
         self._failures = failures
         self._timelines = timelines
         self._transfers = transfers
+        self._agents = agents
         self._down = down
+        self._facts = facts
         self._pages = PageCache(fleet.clock)
 
-    async def page(self, name: PageName) -> Page:
-        """Return one page. Raises `ProxyError` when it cannot be put together."""
+    async def page(self, name: PageName, model: str = "") -> Page:
+        """Return one page; of the dashboard, if `model` is given, what concerns that model.
+
+        Raises `ProxyError` when it cannot be put together.
+        """
+        if model:
+            return await self._make(name, model)
         is_large = self._fleet.registry.num_agents > LARGE_FLEET
         return await self._pages.get(name, lambda: self._make(name), is_large=is_large)
 
-    async def _make(self, name: PageName) -> Page:
+    async def _make(self, name: PageName, model: str = "") -> Page:
         view = self.view()
         if name == "metrics":
             return Page(body=self._metrics.exposition(), content_type=CONTENT_TYPE)
@@ -102,9 +114,14 @@ class OperatorApi:
                 history=self._history,
                 failures=self._failures.latest(),
                 transfers=self._transfers,
+                proxy=self._facts(),
             )
-            return await dashboard_page(view, activity)
+            return await dashboard_page(view, activity, model)
         return await fleet_page(name, view)
+
+    async def agent(self, agent: Incarnation) -> Page:
+        """Return what is known of one agent, its last hour included, or a 404. Raises `ProxyError`."""
+        return agent_page(self.view(), agent, self._agents)
 
     async def timeline(self, request_id: str) -> Page:
         """Return the way of one of the latest requests, or a 404. Raises `ProxyError`."""

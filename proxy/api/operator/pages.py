@@ -26,9 +26,10 @@ from kvferry.proxy.fleet.snapshot import (
     count_incompatible,
     incompatible_pairs,
 )
+from kvferry.proxy.telemetry.agent_history import AgentHistories
 from kvferry.proxy.telemetry.event_log import EventLog, FleetEvent
 from kvferry.proxy.telemetry.history import FailureCount, History
-from kvferry.proxy.telemetry.metrics import MODEL
+from kvferry.proxy.telemetry.metrics import MAX_MODELS, MODEL
 from kvferry.proxy.telemetry.transfer_totals import TransferTotals
 from kvferry.proxy.wire.dialects import DIALECTS
 from kvferry.proxy.wire.registration import Incarnation
@@ -74,6 +75,21 @@ class FleetView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProxyFacts:
+    """Which proxy this is, and where agents announce themselves.
+
+    `discovery_host`: the address bound; empty where that is every address of this machine.
+    """
+
+    cluster_name: str = ""
+    machine: str = ""
+    version: str = ""
+    discovery_host: str = ""
+    discovery_port: int = 0
+    has_cluster_key: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Activity:
     """What goes on, beside the fleet itself, as the operator's page shows it.
 
@@ -84,6 +100,7 @@ class Activity:
     history: History
     failures: Sequence[FailureCount]
     transfers: TransferTotals
+    proxy: ProxyFacts
 
 
 async def fleet_page(name: Literal["models", "ready", "nodes", "targets"], view: FleetView) -> Page:
@@ -105,8 +122,25 @@ def node_page(view: FleetView, agent: Incarnation) -> Page:
     for position, node in enumerate(view.snapshot.nodes):
         if node.incarnation == agent:
             return _json(_node(position, view, UnpairedReasons(view.snapshot)))
-    error = NotFound(404, f"no agent has the incarnation {agent!r}")
-    return Page(status=error.status, body=error.body())
+    return _no_agent(agent)
+
+
+def agent_page(view: FleetView, agent: Incarnation, histories: AgentHistories) -> Page:
+    """Return what the operator's page shows of one agent, or a 404."""
+    for position, node in enumerate(view.snapshot.nodes):
+        if node.incarnation == agent:
+            info = node.info
+            return _json(
+                {
+                    **_node(position, view, UnpairedReasons(view.snapshot)),
+                    "device": info.device,
+                    "uptime_s": info.uptime_s,
+                    "max_model_len": info.max_model_len,
+                    "geometry": info.geometry,
+                    **histories.charts(agent),
+                }
+            )
+    return _no_agent(agent)
 
 
 def drain_page(asked: bool | None, view: FleetView, agent: Incarnation) -> Page:
@@ -126,25 +160,35 @@ def timeline_page(request_id: str, timeline: dict[str, Any] | None) -> Page:
     return _json(timeline)
 
 
-async def dashboard_page(view: FleetView, activity: Activity) -> Page:
-    """Return one snapshot for the operator's page: of each list its first entries, and their number."""
+async def dashboard_page(view: FleetView, activity: Activity, model: str = "") -> Page:
+    """Return one snapshot for the operator's page: of each list its first entries, and their number.
+
+    With `model`, the charts, agents, events and errors of that model alone.
+    """
     snapshot, now = view.snapshot, view.now
+    history = activity.history.of_model(model) if model else activity.history
+    shown = [
+        position for position, node in enumerate(snapshot.nodes) if not model or node.info.model == model
+    ]
     body = await _written(
         {
             "time": time.time(),
+            "proxy": activity.proxy,
             "readiness": await readiness(view),
-            "nodes": _nodes(view, MAX_SHOWN),
-            "num_nodes": len(snapshot.nodes),
-            **_events(view),
+            "models": sorted({node.info.model for node in snapshot.nodes} - {""})[:MAX_MODELS],
+            "nodes": _nodes(view, shown[:MAX_SHOWN]),
+            "num_nodes": len(shown),
+            **_events(view, model),
             "refused_pairings": _refused_pairings(view, MAX_SHOWN),
             "num_refused_pairings": count_incompatible(snapshot).total(),
             "rejected_agents": _rejected_agents(snapshot, now),
             "in_flight": activity.in_flight,
-            "charts": activity.history.charts(),
-            "hour": activity.history.hour(),
+            "charts": history.charts(),
+            "hour": history.hour(),
             "failures": [
                 {**msgspec.to_builtins(each.last), "count": each.count, "age_s": round(now - each.at, 1)}
                 for each in activity.failures
+                if not model or each.last.model == model
             ],
             "pairs": (
                 {
@@ -167,13 +211,18 @@ async def dashboard_page(view: FleetView, activity: Activity) -> Page:
     return Page(body=body)
 
 
-def _events(view: FleetView) -> dict[str, Iterator[dict[str, Any]]]:
-    """Return the agents that were lost, and what has happened to all, latest first."""
+def _events(view: FleetView, model: str = "") -> dict[str, Iterator[dict[str, Any]]]:
+    """Return the agents that were lost, and what has happened to all, latest first.
+
+    With `model`, only to those of that model, and what has happened to no agent.
+    """
     log, present = view.events(), {node.info.address for node in view.snapshot.nodes}
-    return {
-        "lost": _aged(islice(log.lost(present), MAX_LOST), view.now),
-        "events": _aged(islice(log.latest(), MAX_SHOWN), view.now),
-    }
+
+    def first(events: Iterable[FleetEvent], most: int) -> Iterator[dict[str, Any]]:
+        wanted = (event for event in events if not model or event.model in (model, ""))
+        return _aged(islice(wanted, most), view.now)
+
+    return {"lost": first(log.lost(present), MAX_LOST), "events": first(log.latest(), MAX_SHOWN)}
 
 
 def _aged(events: Iterable[FleetEvent], now: float) -> Iterator[dict[str, Any]]:
@@ -211,7 +260,7 @@ async def readiness(view: FleetView) -> dict[str, Any]:
 def nodes_page(view: FleetView) -> dict[str, Any]:
     """Return every known agent, incompatible pairs and rejected agents with the reason, and what happened."""
     return {
-        "nodes": _nodes(view),
+        "nodes": _nodes(view, range(len(view.snapshot.nodes))),
         "refused_pairings": _refused_pairings(view, MAX_PAIRINGS),
         "num_refused_pairings": count_incompatible(view.snapshot).total(),
         "rejected_agents": _rejected_agents(view.snapshot, view.now),
@@ -236,9 +285,9 @@ def scrape_targets(snapshot: Snapshot) -> Iterator[dict[str, Any]]:
     )
 
 
-def _nodes(view: FleetView, most: int | None = None) -> Iterator[dict[str, Any]]:
+def _nodes(view: FleetView, positions: Iterable[int]) -> Iterator[dict[str, Any]]:
     unpaired = UnpairedReasons(view.snapshot)
-    return (_node(position, view, unpaired) for position in range(len(view.snapshot.nodes))[:most])
+    return (_node(position, view, unpaired) for position in positions)
 
 
 def _refused_pairings(view: FleetView, most: int) -> Iterator[dict[str, str]]:
@@ -278,6 +327,11 @@ def _node(position: int, view: FleetView, unpaired: UnpairedReasons) -> dict[str
         "last_ping_s": round(view.now - node.heard_at, 3),
         "not_paired": unpaired.not_paired(position),
     }
+
+
+def _no_agent(agent: Incarnation) -> Page:
+    error = NotFound(404, f"no agent has the incarnation {agent!r}")
+    return Page(status=error.status, body=error.body())
 
 
 def _rejected_agents(snapshot: Snapshot, now: float) -> list[dict[str, Any]]:

@@ -1,34 +1,35 @@
 // SPDX-License-Identifier: Apache-2.0
-// The charts, drawn by uPlot (its files lie beside this one). All show the same time at the cursor.
+// Which charts there are, and a cursor that they share.
 
-import { age, bytes, duration, make, percent, rate, setText } from "./dom.js";
-
-const HEIGHT = 140;
-const RECENT_S = 20; // without a cursor, the latest value of so many seconds is shown
-const PAGE_SLICES = 15; // by which PageUp and PageDown move
+import { Chart, forgetColours } from "./chart.js";
+import { bytes, duration, make, percent, rate, setText } from "./dom.js";
 
 const quantiles = (key) => [
   { key: `${key}_p50`, label: "p50", tone: "main" },
   { key: `${key}_p95`, label: "p95", tone: "tail" },
+  { key: `${key}_p99`, label: "p99", tone: "end" },
 ];
 
-const TRAFFIC = [
-  { title: "Time to first token", series: quantiles("ttft"), format: duration, floor: 0.01 },
-  { title: "Time per output token", series: quantiles("tpot"), format: duration, floor: 0.001 },
-  { title: "Streamed tokens per second", series: [{ key: "events", label: "tokens", tone: "main", area: true }], format: rate, floor: 10 },
+/** Of requests; with `byModel` also of those for one model. */
+export const TRAFFIC = [
+  { title: "Time to first token", byModel: true, series: quantiles("ttft"), format: duration, floor: 0.01 },
+  { title: "Inter-token latency", byModel: true, series: quantiles("itl"), format: duration, floor: 0.001 },
+  { title: "Time per output token", byModel: true, series: quantiles("tpot"), format: duration, floor: 0.001 },
+  { title: "Streamed tokens per second", byModel: true, series: [{ key: "events", label: "tokens", tone: "main", area: true }], format: rate, floor: 10 },
   {
     title: "Requests per second",
+    byModel: true,
     series: [
       { key: "requests", label: "ended", tone: "main", area: true },
-      { key: "server_errors", label: "5xx", tone: "bad", sparse: true },
       { key: "client_errors", label: "4xx", tone: "warn", sparse: true },
-      { key: "rejected", label: "429", tone: "tail", sparse: true },
+      { key: "rejected", label: "429", tone: "limit", sparse: true },
+      { key: "server_errors", label: "5xx", tone: "bad", sparse: true },
     ],
     format: rate,
     floor: 1,
   },
   { title: "Requests waiting for an agent", series: [{ key: "queued", label: "waiting", tone: "main", area: true }], format: rate, floor: 4 },
-  { title: "Wait in the queue", series: [{ key: "queue_wait_p95", label: "p95 of those that waited", tone: "tail" }], format: duration, floor: 0.1 },
+  { title: "Wait in the queue", series: [{ key: "queue_wait_p95", label: "p95 of those that waited", tone: "main" }], format: duration, floor: 0.1 },
   {
     title: "Retries per second",
     series: [
@@ -41,178 +42,77 @@ const TRAFFIC = [
   { title: "Prompt tokens from a prefix cache", series: [{ key: "cached", label: "cached", tone: "main", area: true }], format: percent, floor: 1 },
 ];
 
-const TRANSFER = [
+export const TRANSFER = [
   { title: "KV pulled per second", series: [{ key: "pull_bytes", label: "bytes", tone: "main", area: true }], format: bytes, floor: 1000 },
   { title: "Time of a pull", series: quantiles("pull"), format: duration, floor: 0.01 },
   {
     title: "Pulls that failed, per second",
     series: [
-      { key: "pull_failures", label: "failed", tone: "bad", sparse: true },
       { key: "recomputes", label: "recomputed", tone: "warn", sparse: true },
-      { key: "leases_expired", label: "leases expired", tone: "tail", sparse: true },
+      { key: "leases_expired", label: "leases expired", tone: "limit", sparse: true },
+      { key: "pull_failures", label: "failed", tone: "bad", sparse: true },
     ],
     format: rate,
     floor: 1,
   },
 ];
 
-/** The page's colours, which change with the scheme. */
-const colours = new Map();
+/** Of one agent. */
+export const AGENT = [
+  {
+    title: "Sequences",
+    series: [
+      { key: "running", label: "running", tone: "main", area: true },
+      { key: "waiting", label: "waiting", tone: "tail" },
+    ],
+    format: rate,
+    floor: 4,
+  },
+  {
+    title: "KV blocks in use",
+    series: [
+      { key: "kv_used", label: "all", tone: "main", area: true },
+      { key: "kv_leased", label: "leased to a reader", tone: "end" },
+    ],
+    format: percent,
+    floor: 1,
+  },
+];
 
-function colour(name) {
-  if (!colours.has(name)) colours.set(name, getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim());
-  return colours.get(name);
-}
-
-/** One figure: lines over a window, and the values at the cursor or the latest ones. */
-class Chart {
-  constructor({ title, series, format, floor }, group) {
-    this.title = title;
-    this.series = series; // [{ key, label, tone, area?, sparse? }]; of a sparse one zeros are not drawn
-    this.format = format;
-    this.floor = floor; // the smallest maximum of the scale
-    this.group = group;
-    this.data = null;
-    this.plot = null;
-    this.figure = make("figure");
-    const caption = make("figcaption", "", title);
-    this.when = make("span", "when quiet");
-    this.output = make("span", "values");
-    this.values = series.map(({ label, tone }) => {
-      const part = make("span", `series ${tone}`, `${label} `);
-      const value = make("b", "", "–");
-      part.append(value);
-      this.output.append(part, " ");
-      return value;
-    });
-    caption.append(this.when, this.output);
-    this.box = make("div", "chart");
-    this.box.tabIndex = 0;
-    this.box.setAttribute("role", "img");
-    this.box.setAttribute("aria-label", title);
-    this.figure.append(caption, this.box);
-    this.box.addEventListener("keydown", (event) => this.key(event));
-    this.box.addEventListener("blur", () => this.group.move(null));
-    new ResizeObserver(() => this.resize()).observe(this.box);
+/** The charts of one part of the page. Those that are empty are named in one line. */
+class Group {
+  constructor(parent, settings, cursor) {
+    this.charts = settings.map((each) => new Chart(each, cursor));
+    this.folded = make("p", "quiet hint folded");
+    parent.append(...this.charts.map(({ figure }) => figure));
+    parent.after(this.folded);
   }
 
-  show(charts) {
-    const length = charts[this.series[0].key].length;
-    const times = Array.from({ length }, (_, index) => (index + 1 - length) * charts.slice_s);
-    this.data = { times, slice_s: charts.slice_s, lines: this.series.map(({ key }) => charts[key]) };
-    this.box.dataset.points = this.data.lines.flat().filter((value) => value !== null && value !== 0).length;
-    if (!this.plot) this.plot = this.makePlot();
-    const drawn = this.data.lines.map((line, index) => (this.series[index].sparse ? line.map((value) => value || null) : line));
-    this.plot.setData([times, ...drawn]);
-    this.showValues();
-  }
-
-  makePlot() {
-    const axis = { stroke: () => colour("quiet"), font: "11px system-ui, sans-serif", ticks: { show: false }, grid: { stroke: () => colour("line"), width: 1 } };
-    return new uPlot({
-      width: this.box.clientWidth || 300,
-      height: HEIGHT,
-      legend: { show: false },
-      cursor: { y: false, drag: { x: false, y: false }, points: { show: false } },
-      scales: {
-        x: { time: false, range: (_, min, max) => [min, max] },
-        y: { range: (_, min, max) => [0, Math.max(this.floor, (max ?? 0) * 1.05)] },
-      },
-      axes: [
-        { ...axis, size: 22, gap: 4, splits: (plot) => minuteMarks(plot.scales.x.min), values: (_, splits) => splits.map((at) => (at === 0 ? "now" : `${-at / 60} min`)) },
-        { ...axis, size: 58, gap: 4, space: 26, values: (_, splits) => splits.map((value) => (value === 0 ? "0" : this.format(value))) },
-      ],
-      series: [
-        {},
-        ...this.series.map(({ label, tone, area, sparse }) => ({
-          label,
-          width: 1.6,
-          stroke: () => colour(`tone-${tone}`),
-          fill: area ? () => colour("area") : undefined,
-          points: { show: Boolean(sparse), size: 4, fill: () => colour(`tone-${tone}`) },
-        })),
-      ],
-      hooks: { setCursor: [(plot) => this.pointed(plot)] },
-    }, [[], ...this.series.map(() => [])], this.box);
-  }
-
-  resize() {
-    if (this.plot && this.box.clientWidth) this.plot.setSize({ width: this.box.clientWidth, height: HEIGHT });
-  }
-
-  /** The pointer has moved over this chart. */
-  pointed(plot) {
-    if (this.group.isMoving || !this.data) return;
-    const index = plot.cursor.left >= 0 ? plot.cursor.idx : null;
-    const back = index === null || index === undefined ? null : this.data.times.length - 1 - index;
-    if (back !== this.group.cursor) this.group.move(back);
-  }
-
-  key(event) {
-    const now = this.group.cursor ?? -1;
-    const to = {
-      ArrowLeft: now + 1, ArrowRight: now - 1, PageUp: now + PAGE_SLICES, PageDown: now - PAGE_SLICES,
-      Home: Infinity, End: 0, Escape: null,
-    };
-    if (!this.data || !(event.key in to)) return;
-    event.preventDefault();
-    const last = this.data.times.length - 1;
-    this.group.move(to[event.key] === null ? null : Math.min(Math.max(to[event.key], 0), last));
-  }
-
-  /** Show the group's cursor. */
-  place() {
-    if (!this.plot || !this.data) return;
-    const { cursor } = this.group;
-    const at = cursor === null ? -10 : this.plot.valToPos(this.data.times[this.data.times.length - 1 - cursor], "x");
-    this.plot.setCursor({ left: at, top: cursor === null ? -10 : 0 }, false, false);
-    this.showValues();
-  }
-
-  /** Show the values at the cursor; without one, the latest of the last seconds. */
-  showValues() {
-    const { cursor } = this.group;
-    const shown = this.data.lines.map((line) => this.value(line, cursor));
-    this.values.forEach((element, index) => setText(element, shown[index] === null ? "–" : this.format(shown[index])));
-    setText(this.when, cursor === null ? "" : age((cursor + 1) * this.data.slice_s));
-    this.box.setAttribute("aria-label", `${this.title} ${this.when.textContent}: ${this.output.textContent.trim()}`);
-  }
-
-  value(line, cursor) {
-    if (cursor !== null) return line[line.length - 1 - cursor];
-    const recent = line.slice(-Math.max(1, Math.ceil(RECENT_S / this.data.slice_s)));
-    return recent.findLast((value) => value !== null) ?? null;
+  fold(ofOneModel) {
+    const charts = this.charts.filter(({ byModel }) => byModel || !ofOneModel);
+    for (const chart of this.charts) chart.figure.hidden = chart.isEmpty || !charts.includes(chart);
+    const empty = charts.filter((chart) => chart.isEmpty).map(({ title }) => title);
+    setText(this.folded, empty.length ? `Empty in this window: ${empty.join(", ")}.` : "");
   }
 }
 
-/** Minutes that are round, at most six of them, from `oldest` (negative seconds) to now. */
-function minuteMarks(oldest) {
-  const step = [60, 120, 300, 600, 900].find((each) => -oldest / each <= 6) ?? 1800;
-  const marks = [];
-  for (let at = 0; at >= oldest; at -= step) marks.unshift(at);
-  return marks;
-}
-
-/** All charts of the page. */
+/** Charts with one cursor; `parts` are elements with the settings of the charts in them. */
 export class Charts {
-  constructor(traffic, transfer) {
+  constructor(parts) {
     this.cursor = null; // slices before the last one, or null
     this.isMoving = false;
-    const build = (parent, settings) => settings.map((each) => {
-      const chart = new Chart(each, this);
-      parent.append(chart.figure);
-      return chart;
-    });
-    this.all = [...build(traffic, TRAFFIC), ...build(transfer, TRANSFER)];
+    this.groups = parts.map(([parent, settings]) => new Group(parent, settings, this));
+    this.all = this.groups.flatMap(({ charts }) => charts);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
-      colours.clear();
+      forgetColours();
       for (const { plot } of this.all) plot?.redraw(false, true);
     });
   }
 
-  show(charts) {
-    if (this.cursor !== null) this.cursor = Math.min(this.cursor, charts.events.length - 1);
+  /** With `ofOneModel`, only what is counted by model. */
+  show(charts, ofOneModel = false) {
     for (const chart of this.all) chart.show(charts);
+    for (const group of this.groups) group.fold(ofOneModel);
   }
 
   move(cursor) {

@@ -56,6 +56,19 @@ export const age = (seconds) =>
     : seconds < 5400 ? `${Math.round(seconds / 60)} min ago`
       : `${Math.round(seconds / 3600)} h ago`;
 
+/** How long something has lasted. */
+export function span(seconds) {
+  const minutes = Math.floor(seconds / 60);
+  const hours = Math.floor(minutes / 60);
+  if (minutes < 2) return `${Math.floor(seconds)} s`;
+  if (hours < 2) return `${minutes} min`;
+  if (hours < 48) return `${hours} h ${minutes % 60} min`;
+  return `${Math.floor(hours / 24)} d ${hours % 24} h`;
+}
+
 export const words = (name) => name.replaceAll("_", " ");
 
 export const host = (address) => address.replace(/^(https?|tcp):\/\//, "");
+
+/** What an agent is called; its address stands for those without a name. */
+export const nameOf = ({ name, address }) => name || host(address);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The agents: one line each, with the fields of /nodes behind its name, and cordon and uncordon.
+// The agents: one line each, with a dialog behind its name.
 
-import { age, beside, byId, host, make, percent, pill, setClass, setText } from "./dom.js";
+import { age, byId, host, make, nameOf, percent, pill, setClass, setText } from "./dom.js";
 import { Table } from "./tables.js";
 
 const STATE_TONES = { ready: "good", starting: "warn", draining: "warn", cordoned: "warn", refusing: "bad", tripped: "bad", stalled: "bad", lost: "bad" };
@@ -32,27 +32,21 @@ function showMeter({ meter, firstChild: bar }, counts, whole, text, more = "") {
   setText(meter.more, more);
 }
 
-const nameOf = ({ name, address }) => name || host(address);
 const busy = ({ load }) => (load ? load.running + load.waiting : -1);
 const kvShare = ({ load }) => (load?.kv_blocks_total ? 1 - load.kv_blocks_free / load.kv_blocks_total : -1);
 
 export class Nodes {
-  constructor(cordons) {
+  constructor(dialog, cordons) {
     this.nodes = [];
     this.names = new Map(); // by address
-    this.opened = null; // the incarnation whose fields are shown
     this.busiest = 4;
+    this.dialog = dialog;
     this.cordons = cordons;
     this.filter = byId("filter");
     this.filter.addEventListener("input", () => this.showRows());
     byId("lost").addEventListener("click", () => {
       this.filter.value = "lost";
       this.showRows();
-    });
-    this.dialog = byId("node-dialog");
-    byId("node-close").addEventListener("click", () => this.dialog.close());
-    this.dialog.addEventListener("close", () => {
-      this.opened = null;
     });
     this.table = new Table(byId("nodes"), this.columns(), {
       key: (node) => node.incarnation,
@@ -88,7 +82,7 @@ export class Nodes {
     setText(byId("lost"), `${gone.length} lost`);
     setText(byId("num-nodes"), gone.length ? `${count}, and ${gone.length} lost` : count);
     this.showRows();
-    if (this.opened) this.showFields();
+    this.dialog.update(this.nodes);
   }
 
   /** The name of the agent at an address, which stands for those without a name. */
@@ -110,9 +104,7 @@ export class Nodes {
     const name = make("button", "link name");
     name.type = "button";
     name.addEventListener("click", () => {
-      this.opened = name.dataset.incarnation;
-      this.showFields();
-      this.dialog.showModal();
+      this.dialog.open(this.nodes.find(({ incarnation }) => incarnation === name.dataset.incarnation));
     });
     cell.append(make("i", "dot"), name, make("span", "mono quiet address"), make("span", "problem"));
   }
@@ -132,19 +124,6 @@ export class Nodes {
     const { running, waiting } = load;
     const whole = Math.max(load.max_running || this.busiest, running + waiting);
     showMeter(cell, [running, waiting], whole, waiting ? `${running} + ${waiting}` : `${running}`, waiting ? " waiting" : "");
-  }
-
-  /** All that is known of the opened agent. */
-  showFields() {
-    const node = this.nodes.find(({ incarnation }) => incarnation === this.opened);
-    if (!node) return;
-    setText(byId("node-title"), nameOf(node));
-    const list = byId("node-fields");
-    const facts = Object.entries({ ...node, ...node.load }).filter(([key, value]) => key !== "load" && value !== null);
-    list.replaceChildren(...facts.flatMap(([key, value]) => [
-      make("dt", "", key.replaceAll("_", " ")),
-      make("dd", "mono", Array.isArray(value) ? value.join(", ") : String(value)),
-    ]));
   }
 }
 
@@ -175,68 +154,4 @@ function showAction({ firstChild: button }, node) {
   setText(button, word);
   const label = `${word} ${nameOf(node)}`;
   if (button.getAttribute("aria-label") !== label) button.setAttribute("aria-label", label);
-}
-
-/** Cordon and uncordon, asked for in a dialog; with API keys an admin's is asked for once, and kept in memory. */
-export class Cordons {
-  constructor(announce) {
-    this.announce = announce;
-    this.key = "";
-    this.node = null;
-    this.dialog = byId("cordon-dialog");
-    this.input = byId("cordon-key");
-    byId("cordon-cancel").addEventListener("click", () => this.dialog.close());
-    byId("cordon-form").addEventListener("submit", (event) => {
-      event.preventDefault();
-      this.send();
-    });
-  }
-
-  ask(node) {
-    this.node = node;
-    const word = node.state === "cordoned" ? "Uncordon" : "Cordon";
-    setText(byId("cordon-title"), `${word} ${nameOf(node)}`);
-    setText(byId("cordon-text"), node.state === "cordoned"
-      ? "It gets new requests from this proxy again."
-      : "It finishes what it has, and gets no new requests from this proxy until it is uncordoned or restarts.");
-    setText(byId("cordon-go"), word);
-    this.say("");
-    byId("cordon-key-row").hidden = true;
-    this.dialog.showModal();
-  }
-
-  async send() {
-    const { incarnation, state } = this.node;
-    const action = state === "cordoned" ? "uncordon" : "cordon";
-    if (this.input.value) this.key = this.input.value;
-    byId("cordon-go").disabled = true;
-    try {
-      const response = await fetch(beside(`nodes/${encodeURIComponent(incarnation)}/${action}`), {
-        method: "POST",
-        credentials: "omit", // a key that the browser attaches by itself is not accepted for this
-        headers: this.key ? { Authorization: `Bearer ${this.key}` } : {},
-      });
-      if (response.ok) {
-        this.dialog.close();
-        this.announce(`${nameOf(this.node)} was ${action}ed`);
-      } else if (response.status === 401) {
-        this.say(this.key ? "This key is not an admin's." : "This proxy asks for an admin's API key.");
-        this.key = "";
-        byId("cordon-key-row").hidden = false;
-        this.input.focus();
-      } else {
-        const body = await response.json().catch(() => null);
-        this.say(body?.error?.message ?? `HTTP ${response.status}`);
-      }
-    } catch {
-      this.say("The proxy does not respond.");
-    } finally {
-      byId("cordon-go").disabled = false;
-      this.input.value = "";
-    }
-  }
-
-  say(text) {
-    setText(byId("cordon-error"), text);
-  }
 }

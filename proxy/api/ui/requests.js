@@ -43,6 +43,7 @@ function* parts(request) {
     request.endpoint, request.model || "no model", `arrived ${arrived}`, ended, request.code ? words(request.code) : null,
     `${duration(request.total_s)} in all`, request.first_text_s === null ? null : `first text after ${duration(request.first_text_s)}`,
   ].filter(Boolean).join(" · "));
+  if (request.message) yield make("p", "problem", request.message);
   yield phaseList(request);
   yield stepList(request);
 }

@@ -2,9 +2,14 @@
 // The operator's page: shows each snapshot from /ui/events. Elements are updated in place, so that focus,
 // scrolling and opened dialogs survive.
 
-import { Charts } from "./charts.js";
+import { AgentDialog } from "./agent.js";
+import { Charts, TRAFFIC, TRANSFER } from "./charts.js";
 import { age, byId, bytes, duration, host, make, pill, setClass, setText, words } from "./dom.js";
-import { Cordons, Nodes } from "./nodes.js";
+import { Cordons } from "./cordon.js";
+import { Errors } from "./errors.js";
+import { ModelChoice } from "./model.js";
+import { Nodes } from "./nodes.js";
+import { showNextStep, showProxy } from "./proxy.js";
 import { RequestLookup } from "./requests.js";
 import { Table } from "./tables.js";
 
@@ -16,9 +21,11 @@ const EVENT_TONES = {
 const RETRY_MS = 5000;
 const STALE_MS = 4000;
 
-const charts = new Charts(byId("charts"), byId("transfer-charts"));
-const nodes = new Nodes(new Cordons((text) => setText(byId("announcement"), text)));
+const charts = new Charts([[byId("charts"), TRAFFIC], [byId("transfer-charts"), TRANSFER]]);
+const agent = new AgentDialog(() => shownWindow);
+const nodes = new Nodes(agent, new Cordons((text) => setText(byId("announcement"), text)));
 const requests = new RequestLookup();
+const errors = new Errors((id) => requests.find(id), (address) => nodes.nameAt(address));
 
 /* ---- requests in flight ---- */
 
@@ -70,13 +77,19 @@ function eventColumn(cell, { kind, count }) {
 const eventAgent = ({ name, address, role }) =>
   name ? `${name}, ${host(address)}` : address ? `${role}, ${host(address)}` : "this proxy";
 
+/** On a phone the detail is below the agent. */
+function showEventAgent({ children: [agent, detail] }, event) {
+  setText(agent, eventAgent(event));
+  setText(detail, event.detail);
+}
+
 const events = new Table(
   byId("events"),
   [
     { title: "When", value: ({ age_s: seconds }) => seconds, text: ({ age_s: seconds }) => age(seconds) },
     { title: "Event", make: (cell) => cell.append(make("span")), show: eventColumn },
-    { title: "Agent", value: ({ address }) => address, text: eventAgent },
-    { title: "Detail", value: ({ detail }) => detail, className: "prose" },
+    { title: "Agent", make: (cell) => cell.append(make("span"), make("span", "message narrow")), show: showEventAgent, className: "prose" },
+    { title: "Detail", value: ({ detail }) => detail, className: "prose wide" },
   ],
   { key: ({ number }) => number, empty: "Nothing has happened since this proxy started." },
 );
@@ -104,44 +117,6 @@ const rejected = new Table(
   { key: ({ address, reason }) => `${address} ${reason}`, empty: "None." },
 );
 
-const isServers = ({ status }) => status >= 500;
-
-function makeRequestLink(cell) {
-  const link = make("button", "link mono");
-  link.type = "button";
-  link.addEventListener("click", () => {
-    requests.find(link.textContent);
-    byId("request-title").scrollIntoView();
-  });
-  cell.append(link);
-}
-
-const failures = new Table(
-  byId("failures"),
-  [
-    { title: "Status", value: ({ status }) => status, make: (cell) => cell.append(make("span")), show: showStatus },
-    { title: "Error", value: ({ code }) => words(code) },
-    { title: "Count", value: ({ count }) => count, className: "number" },
-    { title: "Last seen", value: ({ age_s: seconds }) => seconds, text: ({ age_s: seconds }) => age(seconds) },
-    { title: "Model", value: ({ model }) => model || "–", className: "cut" },
-    { title: "Last request", make: makeRequestLink, show: (cell, { request_id: id }) => setText(cell.firstChild, id), className: "cut" },
-  ],
-  { key: ({ endpoint, status, code, model }) => `${endpoint} ${status} ${code} ${model}`, empty: "No request has failed." },
-);
-
-function showStatus({ firstChild: word }, failure) {
-  setText(word, failure.status);
-  setClass(word, pill(isServers(failure) ? "bad" : "warn"));
-}
-
-function showFailures(list) {
-  const count = (some) => some.reduce((sum, failure) => sum + failure.count, 0);
-  const servers = list.filter(isServers);
-  setText(byId("num-failures"), `${count(servers)} of servers, ${count(list) - count(servers)} of clients`);
-  // Those that an operator can do something about are first.
-  failures.show([...servers, ...list.filter((failure) => !isServers(failure))]);
-}
-
 function showTransfers({ totals, pull_failures: reasons, num_pairs: number, pairs: list }) {
   const pulls = totals.pulls.reduce((sum, count) => sum + count, 0);
   const parts = [`${pulls.toLocaleString("en")} pulls of ${bytes(totals.pull_bytes)}`];
@@ -151,15 +126,6 @@ function showTransfers({ totals, pull_failures: reasons, num_pairs: number, pair
   setText(byId("transfer-totals"), `Since this proxy started: ${parts.join("; ")}.`);
   setText(byId("num-pairs"), list.length < number ? `${number}, the last ${list.length} shown` : number);
   pairs.show(list);
-}
-
-function showReadiness({ ready, waiting }) {
-  const word = byId("readiness");
-  setText(word, ready ? "ready" : "not ready");
-  setClass(word, pill(ready ? "good" : "bad"));
-  const reasons = Object.entries(waiting).map(([model, why]) => (model ? `${model}: ${why}` : why));
-  setText(byId("reason"), reasons.join("; "));
-  document.title = ready ? "kvferry" : "kvferry: not ready";
 }
 
 /* ---- windows ---- */
@@ -172,15 +138,17 @@ for (const button of document.querySelectorAll("#windows button")) {
     shownWindow = button.value;
     for (const each of document.querySelectorAll("#windows button")) each.setAttribute("aria-pressed", each === button);
     charts.move(null);
-    if (latest) charts.show(latest[shownWindow]);
+    if (latest) charts.show(latest[shownWindow], Boolean(choice.model));
   });
 }
 
 function show(snapshot) {
   latest = snapshot;
-  showReadiness(snapshot.readiness);
+  showProxy(snapshot.proxy, snapshot.readiness);
+  showNextStep(snapshot.proxy, !snapshot.num_nodes && !snapshot.lost.length);
   showPhases(snapshot.in_flight);
-  charts.show(snapshot[shownWindow]);
+  choice.show(snapshot.models);
+  charts.show(snapshot[shownWindow], Boolean(choice.model));
   nodes.show(snapshot);
   showTransfers(snapshot);
   events.show(snapshot.events.map((event, index) => ({ ...event, number: snapshot.events.length - index })));
@@ -190,7 +158,7 @@ function show(snapshot) {
   byId("rejected").hidden = !snapshot.rejected_agents.length;
   setText(byId("num-rejected"), snapshot.rejected_agents.length);
   rejected.show(snapshot.rejected_agents);
-  showFailures(snapshot.failures);
+  errors.show(snapshot.failures);
   document.body.dataset.snapshot = snapshot.time;
 }
 
@@ -212,7 +180,7 @@ class Feed {
 
   open() {
     clearTimeout(this.timer);
-    this.source = new EventSource("ui/events");
+    this.source = new EventSource(`ui/events?model=${encodeURIComponent(choice.model)}`);
     this.source.onmessage = (event) => {
       show(JSON.parse(event.data));
       this.setStatus("live");
@@ -242,6 +210,10 @@ class Feed {
 }
 
 const feed = new Feed();
+const choice = new ModelChoice(() => {
+  feed.close("");
+  feed.update();
+});
 document.addEventListener("visibilitychange", () => feed.update());
 byId("pause").addEventListener("click", (event) => {
   feed.paused = !feed.paused;

@@ -17,6 +17,7 @@ def test_the_flags_are_these() -> None:
         "host",
         "port",
         "workers",
+        "cluster_name",
         "discovery_port",
         "prefill",
         "decode",

@@ -61,6 +61,7 @@ async def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
         rank.say(
             RankReady(
                 rank=int(argv[-1]),
+                device="cpu",
                 geometry={},
                 num_blocks=1,
                 max_model_len=1,

@@ -9,7 +9,8 @@ import re
 import socket
 import sys
 from contextlib import AsyncExitStack
-from typing import Any
+from importlib.metadata import version
+from typing import Any, Literal
 from urllib.parse import quote
 
 import aiohttp
@@ -21,8 +22,9 @@ from kvferry.proxy.api.dashboard import FOLDER
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.fleet.registry import Registry
 from kvferry.proxy.server import running_proxy
+from kvferry.proxy.telemetry.timelines import MAX_TEXT_CHARS
 from kvferry.proxy.wire.registration import Incarnation, LinkUse, WorkReport
-from tests.standins.agents import Fault, StandInAgent
+from tests.standins.agents import Fault, Leg, StandInAgent
 from tests.unit.proxy.conftest import Stage, StartStage
 
 BODY = {"model": "stand-in", "prompt": "a b c", "max_tokens": 3}
@@ -99,11 +101,89 @@ async def test_the_feed_shows_nodes_traffic_and_failures(stage: Stage) -> None:
     assert refused["reason"] == "different KV layouts"
     [failed] = snapshot["failures"]
     assert (failed["status"], failed["code"], failed["count"]) == (404, "model_not_found", 1)
-    assert (
-        failed["message"].startswith("no agent serves this model: 'unheard-of")
-        and len(failed["message"]) == 300
-    )
+    assert failed["message"].startswith("no agent serves this model: 'unheard-of")
+    assert len(failed["message"]) == MAX_TEXT_CHARS
+    assert failed["agent"] == "", "no agent had it"
     assert len(failed["model"]) == 100, "what clients send is cut to a bound"
+
+
+@pytest.mark.parametrize(
+    ("leg", "kind"),
+    [
+        ("prefill", "status"),
+        ("prefill", "reset"),
+        ("decode", "status"),
+        ("decode", "reset"),
+        ("decode", "cut"),
+    ],
+)
+async def test_an_error_is_shown_with_its_message_and_the_agent_that_had_the_request(
+    start_stage: StartStage, leg: Leg, kind: Literal["status", "reset", "cut"]
+) -> None:
+    """D, "/ui": a click showed "status 502 · agent lost" and neither why nor where."""
+    stage = await start_stage(retries=0, migrations=0)
+    failing = dict(zip(("prefill", "decode"), await stage.pair(), strict=True))[leg]
+    failing.faults.append(Fault(leg, kind, status=500))
+    async with stage.post({**BODY, "stream": True}, headers={"X-Request-Id": "failing"}) as response:
+        body = await response.text()
+    async with stage.http.get(f"{stage.proxy.url}/ui/events") as response:
+        [failed] = (await next_snapshot(response))["failures"]
+    assert failed["message"] and json.dumps(failed["message"], ensure_ascii=False)[1:-1] in body
+    assert failed["agent"] == failing.address
+    page = await timeline(stage, "failing")
+    assert (page["code"], page["message"]) == (failed["code"], failed["message"])
+
+
+async def test_the_feed_of_one_model(stage: Stage) -> None:
+    """D, "/ui": several models were mixed."""
+    agents = {name: await stage.agent("both", model=name) for name in ("one", "two")}
+    for name, count in (("one", 3), ("two", 1)):
+        for _ in range(count):
+            await stage.stream({**BODY, "model": name, "max_tokens": 4})
+    agents["two"].faults.append(Fault("alone", "status", status=422))
+    await stage.ask({**BODY, "model": "two"})
+
+    async def snapshot_of(model: str) -> dict[str, Any]:
+        url = f"{stage.proxy.url}/ui/events"
+        async with stage.http.get(url, params={"model": model}) as feed:
+            return await next_snapshot(feed)
+
+    async with asyncio.timeout(20):
+        while not any((await snapshot_of("two"))["charts"]["client_errors"]):  # of the last request
+            await asyncio.sleep(0.1)
+    shown = {model: await snapshot_of(model) for model in ("", "one", "two", "of nobody")}
+    for snapshot in shown.values():
+        assert snapshot["models"] == ["one", "two"]
+    for name, agent in agents.items():
+        assert [node["address"] for node in shown[name]["nodes"]] == [agent.address]
+        assert {event["model"] for event in shown[name]["events"]} == {name}
+        assert shown[name]["num_nodes"] == 1
+    assert [len(shown[model]["failures"]) for model in ("", "one", "two")] == [1, 0, 1]
+    requests = {model: sum(snapshot["charts"]["requests"]) for model, snapshot in shown.items()}
+    assert requests["one"] == pytest.approx(1.5 * requests["two"], rel=0.2), "3 to 2"
+    assert requests[""] == pytest.approx(requests["one"] + requests["two"], rel=0.2)
+    assert max(shown["two"]["charts"]["events"]) > 0
+    assert any(shown["one"]["charts"]["itl_p99"])
+    assert (requests["of nobody"], shown["of nobody"]["nodes"]) == (0, [])
+    async with asyncio.timeout(20):
+        while stage.proxy.services.dashboard.num_viewers:
+            await asyncio.sleep(0.01)
+    assert not stage.proxy.services.dashboard._latest, "nothing is kept for nobody"
+
+
+async def test_the_feed_says_which_proxy_it_is_and_where_agents_find_it(start_stage: StartStage) -> None:
+    """D, "/ui": two tabs looked the same, and an empty fleet's page named no next step."""
+    stage = await start_stage(cluster_name="of the tests")
+    async with stage.http.get(f"{stage.proxy.url}/ui/events") as response:
+        facts = (await next_snapshot(response))["proxy"]
+    assert facts == {
+        "cluster_name": "of the tests",
+        "machine": socket.gethostname(),
+        "version": version("kvferry"),
+        "discovery_host": "127.0.0.1",
+        "discovery_port": stage.proxy.discovery_port,
+        "has_cluster_key": False,
+    }
 
 
 async def test_a_refused_agent_is_shown_with_the_reason(start_stage: StartStage) -> None:
@@ -167,6 +247,24 @@ async def test_where_a_request_went_is_found_by_its_id(stage: Stage) -> None:
     [loss] = retried["losses"]
     assert lost.address in loss["reason"]
     async with stage.http.get(f"{stage.proxy.url}/ui/requests/unheard-of") as response:
+        assert response.status == 404
+        assert (await response.json())["error"]["code"] == "not_found"
+
+
+async def test_an_agents_facts_and_its_last_hour_are_found_by_its_incarnation(stage: Stage) -> None:
+    """D, "/ui": bars of this second only, and neither device nor block size nor uptime."""
+    facts = {"device": "NVIDIA H200", "uptime_s": 90.0, "geometry": {"block_size": "16", "dtype": "bfloat16"}}
+    agent = await stage.agent("decode", overrides=facts)
+    async with stage.http.get(f"{stage.proxy.url}/ui/agents/{agent.incarnation}") as response:
+        assert response.status == 200
+        assert response.headers["Content-Security-Policy"]
+        page = await response.json()
+    assert {name: page[name] for name in facts} == facts
+    assert (page["address"], page["version"]) == (agent.address, "0")
+    for window in ("charts", "hour"):
+        assert page[window]["running"][-1] == 0
+        assert page[window]["kv_used"][-1] == 0
+    async with stage.http.get(f"{stage.proxy.url}/ui/agents/a/b") as response:
         assert response.status == 404
         assert (await response.json())["error"]["code"] == "not_found"
 

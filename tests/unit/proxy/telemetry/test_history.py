@@ -62,6 +62,21 @@ def test_a_slice_holds_what_was_counted_within_it() -> None:
     assert not any(charts.events[:-1])
 
 
+def test_the_slowest_of_a_hundred_are_charted() -> None:
+    """D, "/ui": p50 and p95 only, and no time between tokens."""
+    history, metrics = History([1.0, 2.0]), Metrics()
+    history.record(metrics.totals(), NOW)
+    model = metrics.of_model("")
+    for histogram in (model.ttft, model.tpot, model.itl):
+        for seconds in [0.004] * 97 + [0.9] * 3:
+            histogram.observe(seconds)
+    history.record(metrics.totals().plus(Totals(pulls=[97, 3, 0])), NOW + SLICE_S)
+    charts = history.charts()
+    for name, usual in (("ttft", 0.005), ("tpot", 0.005), ("itl", 0.005), ("pull", 1.0)):
+        p50, p95, p99 = (getattr(charts, f"{name}_p{percent}")[-1] for percent in (50, 95, 99))
+        assert p50 < p95 <= usual < p99, name
+
+
 def test_what_is_older_than_the_ring_is_not_shown() -> None:
     history, metrics = History(), Metrics()
     history.record(metrics.totals(), NOW)

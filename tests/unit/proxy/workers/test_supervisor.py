@@ -179,6 +179,16 @@ async def test_where_a_request_went_is_found_whichever_worker_has_served_it(offi
     assert (await one.worker.timeline("r")).status == 404
 
 
+async def test_an_agents_history_is_that_of_the_process_that_hears_its_pings(office: Office) -> None:
+    assert office.registry.register(msgspec.structs.replace(DECODE, index=DECODE.index + 1)) is None
+    for process in (await office.process(), await office.process()):
+        page = await process.worker.agent(DECODE_ID)
+        shown = msgspec.json.decode(page.body)
+        assert (page.status, shown["incarnation"]) == (200, DECODE_ID)
+        assert shown["charts"]["running"][-1] is not None
+        assert (await process.worker.agent(Incarnation("nobody"))).status == 404
+
+
 async def test_what_one_worker_finds_out_of_an_agent_outlives_the_worker(office: Office) -> None:
     process = await office.process()
     process.fleet.registry.connection_refused(DECODE_ID)
@@ -302,11 +312,18 @@ async def test_the_dashboard_shows_what_all_have_seen(
             process.metrics.of_model("").ttft.observe(0.1)
             process.failures.add(failure, process.fleet.clock())
             process.metrics.in_flight.add(("decode", ""), 1)
+            process.metrics.ended("completions", 200, DECODE.model)
         async with asyncio.timeout(DEADLINE_S):
             while True:
                 shown = msgspec.json.decode((await one.worker.page("dashboard")).body)
                 if any(shown["charts"]["events"]):
                     break
+        for process in (one, other):
+            of_model = msgspec.json.decode((await process.worker.page("dashboard", DECODE.model)).body)
+            assert max(of_model["charts"]["requests"]) == max(shown["charts"]["requests"]) > 0
+            of_another = msgspec.json.decode((await process.worker.page("dashboard", "another")).body)
+            assert not any(of_another["charts"]["requests"])
+            assert (of_another["num_nodes"], of_another["failures"]) == (0, [])
         watching.cancel()
     assert [each["count"] for each in shown["failures"]] == [2]
     assert shown["in_flight"] == {"decode": 2}
