@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
@@ -17,6 +18,8 @@ from kvferry.proxy.wire.registration import Role
 _Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 _OLDEST, _NEWEST = (0, 24), (0, 33)
 _HYBRIDS_SINCE = (0, 30)
+_OF_SEVERAL_ENGINES = re.compile(r"_dp\d+$")
+"""What vLLM appends to the engine_id of each data-parallel engine, the first too."""
 MAX_PROXIES = 64
 VllmTransfer = Literal["tcp", "nixl", "cuda_ipc"]
 """Those of the backends (`transfer.options`) that were tried in vLLM."""
@@ -133,6 +136,12 @@ def check_served(version: str, config: Any) -> None:
     ):
         if getattr(parallel, name, 1) != 1:
             raise NotServed(f"{name} must be 1, got {getattr(parallel, name)}")
+    # In the engines of a dense model vLLM sets data_parallel_size back to 1: only these two still tell.
+    index, engine_id = getattr(parallel, "data_parallel_index", 0), config.kv_transfer_config.engine_id
+    if index or _OF_SEVERAL_ENGINES.search(str(engine_id)):
+        raise NotServed(
+            f"data_parallel_size must be 1: this is engine {index} of several (engine_id {engine_id})"
+        )
     if str(getattr(parallel, "distributed_executor_backend", "")) == "ray":
         raise NotServed("distributed_executor_backend must not be ray: an engine's ranks must be on one host")
     if getattr(model, "enable_sleep_mode", False):
