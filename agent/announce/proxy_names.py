@@ -34,6 +34,11 @@ def is_name(proxy: str) -> bool:
 
 def check_proxy(proxy: str) -> None:
     """Raise `ValueError` unless `proxy` is HOST:PORT or dns:NAME[:PORT]."""
+    if "://" in proxy:
+        raise ValueError(
+            f"proxy must be HOST:PORT of a proxy's discovery (port {DEFAULT_DISCOVERY_PORT} by default), "
+            f"not a URL, got {proxy!r}"
+        )
     if is_name(proxy):
         split_name(proxy)
     else:

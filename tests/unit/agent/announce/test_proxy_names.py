@@ -47,7 +47,11 @@ def test_a_name_has_a_port_or_the_usual_one(words: str, name: str, port: int) ->
 
 
 @pytest.mark.parametrize(
-    "words", ["dns:", "dns::7", "dns:p:", "dns:p:0", "dns:a b", "dns:::1", "dns:a..b", "p"]
+    "words",
+    [
+        *("dns:", "dns::7", "dns:p:", "dns:p:0", "dns:a b", "dns:::1", "dns:a..b", "p"),
+        *("http://h:10001", "https://h", "tcp://h:36367", "tcp://[::1]:36367", "dns://h:7", "a b:7"),
+    ],
 )
 def test_what_is_no_name_is_refused(words: str) -> None:
     with pytest.raises(ValueError, match=r"^proxy must be"):
