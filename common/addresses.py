@@ -34,8 +34,9 @@ def check_dialable(host: str) -> None:
 
 
 def check_host_port(name: str, address: str) -> None:
-    """Raise `ValueError`, which names the setting, unless `address` is HOST:PORT with a host that can be looked
-    up and a port above 0.
+    """Raise `ValueError`, which names the setting, unless `address` is HOST:PORT.
+
+    The host must be one that can be looked up, and the port be above 0.
     """
     host, _, port = address.rpartition(":")
     try:

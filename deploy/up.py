@@ -205,12 +205,16 @@ class PartOptions:
             option = next(iter(source)).removeprefix("--").partition("=")[0]
             exit_with(self._prog, f"--{part}.{option}: {why}")
 
-    def agent(self, role: Role, model: str, *, is_here: bool = True) -> dict[str, Any]:
-        """Return the options of the agents of one role, which compute with our engine.
+    def agent(
+        self, role: Role, model: str, chosen: Mapping[str, Any], *, is_here: bool = True
+    ) -> dict[str, Any]:
+        """Return the options of the agents of one role, which compute with our engine: those `chosen`, and
+        those that were given.
 
         `is_here`: they run on this machine, so the model and the files that are named must be here too.
         """
         values = self._collected(AgentConfig, "agent") | self._collected(AgentConfig, role)
+        values = {**chosen, **values}
         check = check_agent_config if is_here else None
         make(AgentConfig, {"model": model, "role": role} | values, prog=self._prog, check=check)
         return values
@@ -310,16 +314,16 @@ def _own_agents(
 ) -> tuple[AgentSpec, ...]:
     parts.check_unused("vllm", "no vLLM server is started, as --engine vllm does")
     is_here, threads = config.on == "local", _threads(config)
+    device = config.device or "cpu"
+    chosen = {"tp": config.tp, "transfer": config.transfer, "device": device, "threads": threads}
+    own = {role: parts.agent(role, config.model, chosen, is_here=is_here) for role, _ in names}
     num_gpus = count_gpus() if is_here and config.device == "cuda" and len(names) > 1 else 0
-    own = {role: parts.agent(role, config.model, is_here=is_here) for role, _ in names}
 
     def agent(number: int, role: Role, name: str) -> AgentSpec:
-        first = _first_gpu(number, config.tp, num_gpus)
-        device = f"cuda:{first}" if first else config.device or "cpu"
-        chosen = {
-            "tp": config.tp, "transfer": config.transfer, "device": device, "threads": threads,
-        }  # fmt: skip
-        return AgentSpec(name=name, role=role, settings=chosen | own[role], args=("--name", name))
+        first, settings = _first_gpu(number, config.tp, num_gpus), own[role]
+        if first and settings["device"] == device:
+            settings = settings | {"device": f"cuda:{first}"}
+        return AgentSpec(name=name, role=role, settings=settings, args=("--name", name))
 
     return tuple(agent(number, *each) for number, each in enumerate(names))
 

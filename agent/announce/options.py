@@ -83,7 +83,9 @@ class ServerOptions(AnnounceOptions):
                 check_dialable(self.advertised_host)
             except ValueError:
                 name = "host" if self.advertise_host is None else "advertise_host"
-                raise ValueError(f"{name} must be a name or an address, got {self.advertised_host!r}") from None
+                raise ValueError(
+                    f"{name} must be a name or an address, got {self.advertised_host!r}"
+                ) from None
 
     def check_reachable(self) -> None:
         """Raise ValueError unless what is announced can be dialled, and the key be read."""

@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 import shlex
+import shutil
 import socket
 import sys
 from collections.abc import Iterator
@@ -12,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.agent.config import BUNDLED_MODELS
 from kvferry.deploy.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -116,18 +120,22 @@ MISTAKES = [
     (f"agent {MODEL} --kv-blocks -1", 2, "--kv-blocks must be at least 1, got -1"),
     (f"agent {MODEL} --device gpu", 2, "--device must be cpu, cuda or cuda:N, got 'gpu'"),
     (f"agent {MODEL} --proxy nowhere", 2, "--proxy must be HOST:PORT, got 'nowhere'"),
-    (f"agent {MODEL} --proxy http://h:10001", 2, "--proxy must be HOST:PORT of a proxy's discovery (port 36367"),
+    (f"agent {MODEL} --proxy http://h:10001", 2, "--proxy must be HOST:PORT of a proxy's discovery (port 3"),
     (f"agent {MODEL} --proxy tcp://h:36367", 2, "by default), not a URL, got 'tcp://h:36367'"),
-    ("agent --attach http://a:1 --dialect sglang --proxy http://h:1", 2, "--proxy must be HOST:PORT of a proxy"),
-    ("agent --engine vllm --model m --proxy http://h:1", 2, "--proxy must be HOST:PORT of a proxy's discovery"),
+    ("agent --attach http://a:1 --dialect sglang --proxy http://h:1", 2, "--proxy must be HOST:PORT of a "),
+    ("agent --engine vllm --model m --proxy http://h:1", 2, "--proxy must be HOST:PORT of a proxy's "),
     (f"agent {MODEL} --host 0.0.0.0 --proxy a:5", 2, "--advertise-host is needed when host is '0.0.0.0'"),
-    (f"agent {MODEL} --advertise-host http://a:1 --proxy a:5", 2, "--advertise-host must be a name or an address"),
+    (f"agent {MODEL} --advertise-host http://a:1 --proxy a:5", 2, "--advertise-host must be a name or an "),
     (f"agent {MODEL} --host http://a", 2, "--host must be a name or an address, got 'http://a'"),
     ("agent --engine vllm --model m --advertise-host http://a:1", 2, "--advertise-host must be a name or an"),
     (f"agent {MODEL} --transfer rdma", 2, "--transfer: 'rdma' is not one of auto, mori, cuda_ipc, nixl, "),
     (f"agent {MODEL} --transfer-options tcp.streams=4", 2, "the transfer backend tcp takes no options"),
     (f"agent {MODEL} --transfer-options streams=4", 2, "a transfer option must be BACKEND.NAME=VALUE"),
-    (f"agent {MODEL} --tp 3", 2, "num_attention_heads (8) cannot be split evenly over 3 ranks"),
+    (f"agent {MODEL} --tp 3", 2, "(8) cannot be split evenly over 3 ranks; --tp may be 1, 2, 4"),
+    ("up --tp 3", 2, "(8) cannot be split evenly over 3 ranks; --tp may be 1, 2, 4"),
+    ("serve {folder}/cut", 2, "/model.safetensors: it has 90000 bytes, and its header says 3635456; "),
+    ("agent --model {folder}/shards", 2, "/model-00002-of-00002.safetensors: it is missing, and model."),
+    ("agent --model {folder}/html", 2, "html/config.json is not JSON: "),
     ("agent --model Qwen/Qwen3-0.6B", 2, "not in the Hugging Face cache; to fetch it: hf download Qwen/"),
     ("agent --model /nonexistent", 2, "and not in the Hugging Face cache (see"),
     ("agent --model no", 2, "'no' is no directory, no bundled model (ferry-tiny), and not in the Hugging"),
@@ -191,6 +199,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (made / "nested.yml").write_text("port: {number: 5}\n")
     (made / "keys").write_text("client-key-0123456789\n")
     (made / "pair").write_text("client-key-0123456789\nadmin-key-0123456789 admin\n")
+    for name in ("cut", "shards", "html"):
+        shutil.copytree(BUNDLED_MODELS / "ferry-tiny", made / name)
+    whole = made / "cut" / "model.safetensors"
+    whole.write_bytes(whole.read_bytes()[:90_000])
+    first = made / "shards" / "model.safetensors"
+    first.rename(first.with_name("model-00001-of-00002.safetensors"))
+    shards = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    first.with_name("model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    (made / "html" / "config.json").write_text("<!DOCTYPE html>")
     (made / "latin").write_bytes(b"cl\xe9\n")
     # Of the run before: it is not why the next one does not start.
     (made / "proxy.log").write_text("2026-01-01 00:00:00,000 ERROR proxy the model is not there\n")
@@ -227,9 +244,9 @@ def test_a_mistake_ends_with_one_line_that_names_it(
 @pytest.mark.parametrize(
     ("options", "status", "said"),
     [
+        ("--device cuda:63", 2, "--device cuda:63"),
         ("--port {taken}", 1, "cannot listen on 127.0.0.1:{taken}: Address already in use"),
         ("--control-port {taken}", 1, "cannot bind the control channel to 127.0.0.1:{taken}: Address"),
-        ("--device cuda:63", 2, "--device cuda:63"),
     ],
 )  # fmt: skip
 async def test_what_an_agent_does_not_find_ends_it_without_a_traceback(
@@ -243,7 +260,7 @@ async def test_what_an_agent_does_not_find_ends_it_without_a_traceback(
         cwd=ROOT,
     )
     _, log = await asyncio.wait_for(agent.communicate(), START_TIMEOUT_S)
-    complaints = [line for line in log.decode().splitlines() if " ERROR " in line or "Traceback" in line]
+    complaints = [line for line in log.decode().splitlines() if re.search(" ERROR |Traceback|^kvferry", line)]
     assert agent.returncode == status
     assert said.format(taken=taken) in complaints[0]
     assert not any("Traceback" in line for line in complaints)

@@ -129,7 +129,25 @@ def test_what_vllm_cannot_do_here_is_named(python: Callable[[int], str]) -> None
 
 
 def test_agents_of_ours_have_gpus_of_their_own_if_there_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.agent.cli._why_no_gpu", lambda: None)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     spec = cluster_spec(UpConfig(device="cuda", decode=2), PartOptions("kvferry up", ()))
     devices = [agent.settings["device"] for agent in spec.agents]
     assert devices == ["cuda", "cuda:1", "cuda"]
+
+
+def test_what_our_agents_cannot_do_here_is_named_before_any_is_started(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("kvferry.agent.cli._GPU_DRIVERS", ())
+    for config, said in (
+        (UpConfig(device="cuda"), "kvferry up: --device cuda: "),
+        (
+            UpConfig(tp=3),
+            "kvferry up: Qwen3ForCausalLM: num_attention_heads (8) cannot be split ",
+        ),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            cluster_spec(config, PartOptions("kvferry up", ()))
+        assert stop.value.code == 2
+        assert capsys.readouterr().err.startswith(said)

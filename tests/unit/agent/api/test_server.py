@@ -744,7 +744,7 @@ async def test_health_and_metrics(agent: Agent) -> None:
 
 
 async def test_an_agent_that_still_loads_is_alive_but_not_ready(model: Path) -> None:
-    async with running(model, "--device", "cuda", ready=False) as agent:
+    async with running(model, "--load-format", "dummy", ready=False) as agent:
         assert await agent.get_status("/health") == 200
         assert await agent.get_status("/ready") == 503
         assert await agent.get_status("/v1/models") == 200
