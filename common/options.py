@@ -26,6 +26,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from kvferry.common.addresses import check_dialable
 from kvferry.common.exceptions import NOT_JSON, message_of
 from kvferry.common.yaml_file import MAX_FILE_BYTES, read_yaml
 
@@ -362,7 +363,8 @@ def is_server_url(word: str) -> bool:
     """Whether this is http://HOST:PORT or https://…; a path may follow."""
     try:
         parts = urlsplit(word)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        check_dialable(parts.hostname or "")
+        return parts.scheme in ("http", "https") and parts.port != 0
     except ValueError:
         return False
 

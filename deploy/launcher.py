@@ -32,6 +32,7 @@ from kvferry.common.child_process import ChildProcess
 from kvferry.common.exceptions import message_of, system_reason
 from kvferry.common.options import as_json
 from kvferry.common.roles import Role
+from kvferry.deploy.http_errors import refusal, why_no_response
 
 LISTENING_TIMEOUT_S = 180.0
 PROGRESS_S = 20.0
@@ -394,11 +395,12 @@ class Cluster:
         try:
             async with session.get(url, headers=headers, ssl=self.spec.trust or True) as response:
                 if response.status != 200:
-                    raise LaunchError(f"{url} answered {response.status}: {(await response.text())[:200]}")
+                    page = await response.read()
+                    raise LaunchError(refusal(url, response.status, page, server="a kvferry proxy"))
                 nodes: list[dict[str, Any]] = (await response.json())["nodes"]
                 return nodes
         except aiohttp.ClientError as error:
-            raise LaunchError(f"{url} cannot be asked: {error}") from error
+            raise LaunchError(f"{url} cannot be reached: {why_no_response(error)}") from error
 
     def check_alive(self) -> None:
         """Raise `LaunchError`, with the reason by its log, if any process has ended."""

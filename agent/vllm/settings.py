@@ -136,7 +136,7 @@ def check_served(version: str, config: Any) -> None:
     ):
         if getattr(parallel, name, 1) != 1:
             raise NotServed(f"{name} must be 1, got {getattr(parallel, name)}")
-    # In the engines of a dense model vLLM sets data_parallel_size back to 1: only these two still tell.
+    # In the engines of a dense model vLLM sets data_parallel_size back to 1: only these two are left.
     index, engine_id = getattr(parallel, "data_parallel_index", 0), config.kv_transfer_config.engine_id
     if index or _OF_SEVERAL_ENGINES.search(str(engine_id)):
         raise NotServed(

@@ -849,7 +849,7 @@ async def test_the_drain_command_waits_for_the_agents_end(model: Path) -> None:
         )
         _, said = await asyncio.wait_for(again.communicate(), DEADLINE_S)
         assert again.returncode == 1
-        assert said.startswith(f"kvferry drain: {agent.url} cannot be asked".encode())
+        assert said.startswith(f"kvferry drain: {agent.url} cannot be reached: Connection refused".encode())
 
 
 async def test_sigterm_cuts_what_does_not_finish_with_a_typed_error(model: Path) -> None:
