@@ -17,8 +17,6 @@ from pathlib import Path
 import msgspec
 import uvloop
 
-from kvferry.agent.api.openai_schema import read_sampling_defaults
-from kvferry.agent.api.process import run_agent
 from kvferry.agent.architectures import (
     REFUSED_STATUS,
     architecture_of,
@@ -58,6 +56,9 @@ def run(argv: Sequence[str], engine_module: str) -> int:
     serve right, or a checkpoint that is not whole, before any port opens.
     """
     config = parse_config(argv)
+    # Not at the top: --help, and completion, need neither the time nor the extra that these take.
+    from kvferry.agent.api.process import run_agent
+
     configure_logging("api", config.log_level, config.log_format)
     raise_file_limit()
     return_large_buffers()
@@ -130,6 +131,8 @@ def with_model_directory(config: AgentConfig) -> AgentConfig:
         ValueError: there is none of them, a file that every checkpoint has is missing or not whole, or
             generation_config.json has a value out of its range.
     """
+    from kvferry.agent.api.openai_schema import read_sampling_defaults  # not at the top, as above
+
     candidates = (Path(config.model), BUNDLED_MODELS / config.model)
     directory = next((path.resolve() for path in candidates if path.is_dir()), None)
     if directory is None:

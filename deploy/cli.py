@@ -7,6 +7,7 @@ import importlib
 import os
 import re
 import sys
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, distribution, requires, version
 from typing import Any
 
@@ -90,16 +91,20 @@ def main(argv: list[str] | None = None) -> int:
         case [] | ["-h" | "--help", *_]:
             print(help_text())
             return 0
-        case ["--version", *_]:
+        case ["help"]:
+            return main(["--help"])
+        case ["help", name, *_]:
+            return main([name, "--help"])
+        case ["--version" | "-V" | "-v" | "version", *_]:
             print(f"kvferry {version('kvferry')}")
             return 0
         case ["agent", *rest] if any(word.partition("=")[0] == "--attach" for word in rest):
             return _run(SIDECAR, rest)
         case ["agent", *rest] if take_option(rest, "--engine")[0] == "vllm":
             return _run(VLLM_ENGINE, rest)
-        case ["agent", *rest] if take_option(rest, "--engine")[0] == "auto":
+        case ["agent", *rest] if take_option(rest, "--engine")[0] == "auto" and not _asks_for_help(rest):
             return main(["agent", *_named(CHOSEN_ENGINE)(rest)])
-        case [name, *_] if name in NEED_AGENT and missing_of("agent"):
+        case [name, *rest] if name in NEED_AGENT and not _asks_for_help(rest) and missing_of("agent"):
             how = "in a clone of kvferry, pip install '.[agent]'"
             print(f"kvferry {name} needs the extra agent: {how}", file=sys.stderr)
             return 2
@@ -110,6 +115,11 @@ def main(argv: list[str] | None = None) -> int:
             print(f"kvferry: unknown command {name!r}{hint}", file=sys.stderr)
             return 2
     raise AssertionError("unreachable: the patterns above are exhaustive")
+
+
+def _asks_for_help(words: Sequence[str]) -> bool:
+    own = words[: words.index("--")] if "--" in words else words
+    return "--help" in own or "-h" in own
 
 
 def _run(entry_point: str, words: list[str]) -> int:

@@ -107,22 +107,41 @@ def build_parser() -> CommandParser:
         "Its proxies send it nothing new meanwhile. Returns when it has ended.",
     )
     parser.add_argument(
-        "url", type=server_url, help="Base URL of the agent, for example http://10.0.0.1:8000; or of a proxy."
+        "url",
+        type=server_url,
+        metavar="URL",
+        help="Base URL of the agent, for example http://10.0.0.1:8000; or of a proxy.",
     )
     parser.add_argument(
-        "agent", nargs="?", help="With the URL of a proxy: which agent, by name, address or incarnation."
+        "agent",
+        nargs="?",
+        metavar="AGENT",
+        help="With the URL of a proxy: which agent, by name, address or incarnation.",
     )
     parser.add_argument(
-        "--cluster-key", type=readable_file, help="The cluster's key file, if the agent has one."
+        "--cluster-key",
+        type=readable_file,
+        metavar="FILE",
+        help="The cluster's key file, if the agent has one.",
     )
     parser.add_argument(
-        "--key", type=key_in_file, help="File that holds the operator's key, if the proxy has one."
+        "--key",
+        type=key_in_file,
+        metavar="FILE",
+        help="File that holds the operator's key, if the proxy has one.",
     )
     parser.add_argument(
-        "--ca", type=readable_file, help="PEM file of who signed the certificate of the agent or proxy."
+        "--ca",
+        type=readable_file,
+        metavar="FILE",
+        help="PEM file of who signed the certificate of the agent or proxy.",
     )
     parser.add_argument(
-        "--timeout-s", type=number, default=90.0, help="How long to wait for its end (default: 90)."
+        "--timeout-s",
+        type=number,
+        default=90.0,
+        metavar="NUMBER",
+        help="How long to wait for its end. (default: 90.0)",
     )
     return parser
 

@@ -220,12 +220,22 @@ def build_parser() -> CommandParser:
         "kvferry status", "List the agents that a proxy knows, their load, and why some are not used."
     )
     parser.add_argument(
-        "url", nargs="?", type=server_url, default=DEFAULT_URL, help=f"The proxy (default: {DEFAULT_URL})."
+        "url",
+        nargs="?",
+        type=server_url,
+        default=DEFAULT_URL,
+        metavar="URL",
+        help=f"The proxy. (default: {DEFAULT_URL})",
     )
     parser.add_argument(
-        "--key", type=key_in_file, help="File that holds the operator's key, if the proxy has one."
+        "--key",
+        type=key_in_file,
+        metavar="FILE",
+        help="File that holds the operator's key, if the proxy has one.",
     )
-    parser.add_argument("--ca", type=readable_file, help="PEM file of who signed the proxy's certificate.")
+    parser.add_argument(
+        "--ca", type=readable_file, metavar="FILE", help="PEM file of who signed the proxy's certificate."
+    )
     parser.add_choice(
         "--on",
         ("local", "ray"),

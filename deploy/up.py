@@ -64,13 +64,20 @@ CHOSEN: dict[str, frozenset[str]] = {
     "vllm": frozenset({"model", "host", "port", "tensor-parallel-size", "kv-transfer-config"}),
 }
 """Options of each part that `kvferry up` sets itself."""
-DESCRIPTION = (
+_OF_PARTS = (
+    "Any option of the processes can be given behind the name of a part: --agent.lease-s 5 is for all "
+    "agents, --prefill.kv-blocks 500 and --decode.verify-kv for those of a role, "
+    "--proxy.decode-policy least_loaded for the proxy. With --engine vllm, --vllm.max-model-len 8192 is for "
+    "vLLM itself, in all servers. In the YAML file of --config they are sections: `agent: {lease-s: 5}`; "
+    "a role's `count` is its number of agents."
+)
+UP = (
     "Start a proxy and its agents, and restart what ends: on this machine, or with --on ray the agents on "
-    "the nodes of a Ray cluster to which this machine belongs. Any option of the processes can be "
-    "given behind the name of a part: --agent.lease-s 5 is for all agents, --prefill.kv-blocks 500 and "
-    "--decode.verify-kv for those of a role, --proxy.decode-policy least_loaded for the proxy. With --engine "
-    "vllm, --vllm.max-model-len 8192 is for vLLM itself, in all servers. In the YAML "
-    "file of --config they are sections: `agent: {lease-s: 5}`; a role's `count` is its number of agents."
+    f"the nodes of a Ray cluster to which this machine belongs. {_OF_PARTS}"
+)
+SERVE = (
+    "Serve a model on this machine: start a proxy and one agent, which both prefills and decodes, and "
+    f"restart what ends. It is kvferry up with other numbers of agents. {_OF_PARTS}"
 )
 
 
@@ -151,6 +158,15 @@ class UpConfig(TraceOptions):
                 )
         elif self.ray_address or self.ray_resources or self.ray_namespace != DEFAULT_NAMESPACE:
             raise ValueError("ray_address, ray_namespace and ray_resources are for --on ray")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig(UpConfig):
+    """The options of `kvferry serve`: those of `kvferry up`, with one agent for both legs."""
+
+    prefill: int = 0
+    decode: int = 0
+    both: int = 1
 
 
 class PartOptions:
@@ -439,18 +455,18 @@ def serve(argv: list[str]) -> int:
     """Entry point of `kvferry serve [MODEL]`: `kvferry up` with one agent for both legs."""
     if argv and not argv[0].startswith("-"):
         argv = ["--model", *argv]
-    return _main("kvferry serve", ["--prefill=0", "--decode=0", "--both=1", *argv])
+    return _main("kvferry serve", argv, ServeConfig, SERVE, "[MODEL]")
 
 
 def main(argv: list[str]) -> int:
     """Entry point of `kvferry up`; returns the exit status."""
-    return _main("kvferry up", argv)
+    return _main("kvferry up", argv, UpConfig, UP)
 
 
-def _main(prog: str, argv: list[str]) -> int:
+def _main(prog: str, argv: list[str], settings: type[UpConfig], description: str, arguments: str = "") -> int:
     parts = PartOptions(prog, argv)
-    values = collect(UpConfig, parts.own, prog=prog, description=DESCRIPTION)
-    config = make(UpConfig, values, prog=prog)
+    values = collect(settings, parts.own, prog=prog, description=description, arguments=arguments)
+    config = make(settings, values, prog=prog)
     console = Console(soft_wrap=True)
 
     def show(words: str) -> None:

@@ -14,11 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, cast
 
-from kvferry.transfer.layout import SpanTable
 from kvferry.transfer.options import BACKENDS, SETTINGS
 
 if TYPE_CHECKING:
     import torch
+
+    from kvferry.transfer.layout import SpanTable
 
 
 class TransferError(Exception):

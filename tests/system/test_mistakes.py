@@ -56,7 +56,10 @@ MISTAKES = [
     ("up --both.lease-s 5", 2, "--both.lease-s: no agent of this role is started"),
     ("up --config none.yaml", 2, "--config: 'none.yaml': No such file or directory"),
     ("up --config", 2, "--config: its value is missing, a file"),
-    ("up --config {folder}/torn.yml", 2, "torn.yml' is not YAML: "),
+    ("up --config {folder}/torn.yml", 2, "torn.yml' is not YAML: expected the node content, but found"),
+    ("proxy --nodes {folder}/torn.yml", 1, "torn.yml' is not YAML: expected the node content, but found"),
+    ("proxy --config {folder}/tab.yml", 2, "tab.yml' is not YAML: found character '\\t' that cannot start"),
+    ("proxy --config {folder}/bell.yml", 2, "bell.yml' is not YAML: it has the character "),
     ("up --config {folder}/bad.yml", 2, "--config: no such setting 'prt'; did you mean port?"),
     ("up --config {folder}/fleet.yml", 2, "--config: no such setting 'decode.lase-s'; did you mean lease-s?"),
     ("up --config {folder}/chosen.yml", 2, "--config: agent.port: kvferry up chooses this"),
@@ -145,7 +148,7 @@ MISTAKES = [
     ("proxy --config {folder}/none.yml", 2, "--config: '{folder}/none.yml': No such file or directory"),
     ("proxy --config {folder}/bad.yml", 2, "--config: no such setting 'prt'; did you mean port?"),
     ("proxy --config {folder}/wrong.yml", 2, "--port: 'abc' is not a whole number"),
-    ("proxy --config {folder}/torn.yml", 2, "torn.yml' is not YAML: "),
+    ("proxy --config {folder}/torn.yml", 2, "but found '<stream end>' in line 2, column 1 (see kvferry"),
     ("proxy --config {folder}/deep.yml", 2, "more than 8 maps and lists lie within each other"),
     ("up --config {folder}/deep.yml", 2, "more than 8 maps and lists lie within each other"),
     ("proxy --nodes {folder}/deep.yml", 1, "more than 8 maps and lists lie within each other"),
@@ -190,6 +193,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (made / "bad.yml").write_text("prt: 1\n")
     (made / "wrong.yml").write_text("port: abc\n")
     (made / "torn.yml").write_text("port: [\n")
+    (made / "tab.yml").write_text("port:\n\t- 5\n")
+    (made / "bell.yml").write_text("port: \a\n")
     (made / "fleet.yml").write_text("decode: {count: 2, lase-s: 5}\n")
     (made / "chosen.yml").write_text("agent: {port: 5}\n")
     (made / "deep.yml").write_text("port: " + "[" * 5000 + "]" * 5000 + "\n")
@@ -239,7 +244,7 @@ def test_a_mistake_ends_with_one_line_that_names_it(
     assert (ended, printed, len(lines)) == (status, "", 1), complaint
     assert lines[0].startswith("kvferry")
     assert said.format(folder=folder, taken=taken) in lines[0]
-    assert "class '" not in lines[0]
+    assert not re.search(r"class '|<\w+ string>|ssl:default", lines[0])
 
 
 @pytest.mark.parametrize(
