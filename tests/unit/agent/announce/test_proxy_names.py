@@ -105,6 +105,19 @@ def test_an_address_is_left_with_the_second_lookup_that_lacks_it(caplog: pytest.
     assert 2 * LOOKUP_INTERVAL_S < 5, "what docs/two-proxies.md promises"
 
 
+def test_a_name_that_still_cannot_be_looked_up_is_logged_again(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvferry.agent.announce.status_log.REMINDER_S", 0.0)
+    lookup = Names()
+    lookup.answer = OSError("no resolver")
+    name = ProxyName("dns:p:7", lookup=lookup, interval_s=0.0)
+    lookup.look(3)
+    until(lambda: caplog.text.count("dns:p:7 cannot be looked up: no resolver") == 3)
+    name.close()
+    lookup.look()
+
+
 class Listener:
     """A proxy's discovery socket, which acknowledges pings."""
 
