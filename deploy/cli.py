@@ -42,6 +42,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "print what makes bash, zsh or fish complete commands and options",
     ),
 }
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells have it."""
 NEED_AGENT = frozenset({"agent", "doctor", "serve", "up"})
 """Commands that run what the extra `agent` brings."""
 VLLM_ENGINE = "kvferry.agent.vllm.launch:main"
@@ -123,7 +125,10 @@ def _asks_for_help(words: Sequence[str]) -> bool:
 
 
 def _run(entry_point: str, words: list[str]) -> int:
-    return int(_named(entry_point)(words))
+    try:
+        return int(_named(entry_point)(words))
+    except KeyboardInterrupt:  # of a command that has nothing to finish
+        return INTERRUPTED
 
 
 def _named(entry_point: str) -> Any:

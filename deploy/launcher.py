@@ -319,6 +319,7 @@ class Cluster:
         self.agents: dict[str, Process] = {}
         self.proxy: Process
         self._stack = AsyncExitStack()
+        self._started: list[Process] = []
 
     async def __aenter__(self) -> Cluster:
         try:
@@ -334,6 +335,11 @@ class Cluster:
         for agent in self.agents.values():
             agent.process.ask_to_end(signal.SIGINT)  # all at once; the proxy is stopped after them
         await self._stack.aclose()
+
+    def kill(self) -> None:
+        """End every process at once; leaving the context reaps them."""
+        for process in self._started:
+            process.process.kill()
 
     @property
     def url(self) -> str:
@@ -484,6 +490,7 @@ class Cluster:
         process = await start_process(
             name, words, self.spec.log_dir, timeout_s, environment, self._progress, stdin
         )
+        self._started = [each for each in self._started if each.process.returncode is None] + [process]
         # As Ctrl-C does: draining may take a minute.
         self._stack.push_async_callback(process.stop, signum=signal.SIGINT)
         return process

@@ -38,6 +38,7 @@ from kvferry.common.http.tls import BadCertificate, pinned_context
 from kvferry.common.options import Source, collect, exit_with, make, read_settings
 from kvferry.common.roles import Role
 from kvferry.common.shared_options import TraceOptions
+from kvferry.common.stop import INTERRUPT_DRAIN_S
 from kvferry.common.telemetry.logs import LogFormat
 from kvferry.deploy.doctor.machine import count_gpus
 from kvferry.deploy.launcher import AgentSpec, Cluster, ClusterSpec, LaunchError
@@ -401,12 +402,31 @@ def _visible_gpus(number: int, tp: int, num_gpus: int) -> str:
     return ",".join(gpus[first : first + tp])
 
 
-async def run(serving: Coroutine[Any, Any, None], prog: str, log_dir: Path) -> int:
-    """Serve until a signal or the end of `serving` (returns 0); returns 1 if it does not start."""
+async def run(
+    serving: Coroutine[Any, Any, None],
+    prog: str,
+    log_dir: Path,
+    show: Callable[[str], None],
+    end_at_once: Callable[[], None] | None = None,
+) -> int:
+    """Serve until a signal or the end of `serving` (returns 0); returns 1 if it does not start.
+
+    `show` is called with what happens, and `end_at_once` for a second signal.
+    """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+
+    def signalled() -> None:
+        again = "" if end_at_once is None else "; Ctrl-C again stops at once"
+        if not stop.is_set():
+            show(f"stopping: what runs has {INTERRUPT_DRAIN_S:g} s to finish{again}")
+        elif end_at_once is not None:
+            show("stopping at once")
+            end_at_once()
+        stop.set()
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, signalled)
     stopped = asyncio.ensure_future(stop.wait())
     served = asyncio.ensure_future(serving)
     try:
@@ -427,8 +447,9 @@ async def run(serving: Coroutine[Any, Any, None], prog: str, log_dir: Path) -> i
             await served
 
 
-async def _serve(spec: ClusterSpec, console: Console, show: Callable[[str], None]) -> None:
-    async with Cluster(spec, show) as cluster:
+async def _serve(cluster: Cluster, console: Console, show: Callable[[str], None]) -> None:
+    spec = cluster.spec
+    async with cluster:
         await cluster.wait_ready()
         show(f"serving {spec.model} at {cluster.url}/v1; logs in {spec.log_dir}; Ctrl-C ends it")
         async with asyncio.TaskGroup() as tasks:
@@ -484,13 +505,14 @@ def _main(prog: str, argv: list[str], settings: type[UpConfig], description: str
         print(f"{prog}: {error}", file=sys.stderr)
         return 1
     if config.on == "local":
-        return asyncio.run(run(_serve(spec, console, show), prog, spec.log_dir))
+        cluster = Cluster(spec, show)
+        return asyncio.run(run(_serve(cluster, console, show), prog, spec.log_dir, show, cluster.kill))
     bundle = bundle_of(config.tp, config.device, config.ray_resources)
     try:
         with connected(config.ray_address, config.ray_namespace):
             line = partial(keep_status_line, console)
             serving = serve_on_ray(spec, config.ray_namespace, bundle, show, line)
-            return asyncio.run(run(serving, prog, spec.log_dir))
+            return asyncio.run(run(serving, prog, spec.log_dir, show))
     except RayUnusable as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return 1

@@ -111,3 +111,11 @@ def test_what_follows_two_dashes_asks_for_no_help_of_ours(monkeypatch: pytest.Mo
     """It is for vLLM."""
     monkeypatch.setattr("kvferry.deploy.cli.missing_of", lambda extra: ["torch"])
     assert main(["agent", "--model", "m", "--", "--help"]) == 2
+
+
+def test_ctrl_c_ends_a_command_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvferry.deploy.cli._named", lambda entry_point: interrupted)
+    assert main(["drain", "http://127.0.0.1:9"]) == 130
