@@ -355,10 +355,7 @@ def _vllm_servers(
     if is_here and (device == "cuda") != (num_gpus > 0):
         found = f"{num_gpus} GPUs" if num_gpus else "no GPU"
         raise CannotStart(f"--device {device}: the PyTorch of {config.engine_python} sees {found}")
-    transfer = config.transfer
-    if transfer == "auto":
-        transfer = "tcp" if device == "cpu" else "cuda_ipc" if is_here else "nixl"
-    chosen = {"tp": config.tp, "transfer": transfer, "engine_python": config.engine_python}
+    chosen = {"tp": config.tp, "transfer": config.transfer, "engine_python": config.engine_python}
     own = {role: parts.vllm_server(role, config.model, chosen) for role, _ in names}
     words = parts.vllm_words()
     # vLLM's build for CPUs would take all cores for each server.

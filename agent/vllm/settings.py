@@ -21,8 +21,9 @@ _HYBRIDS_SINCE = (0, 30)
 _OF_SEVERAL_ENGINES = re.compile(r"_dp\d+$")
 """What vLLM appends to the engine_id of each data-parallel engine, the first too."""
 MAX_PROXIES = 64
-VllmTransfer = Literal["tcp", "nixl", "cuda_ipc"]
-"""Those of the backends (`transfer.options`) that were tried in vLLM."""
+VllmBackend = Literal["cuda_ipc", "nixl", "tcp"]
+"""Those of the backends (`transfer.options`) that were tried in vLLM, best first."""
+VllmTransfer = Literal["auto", VllmBackend]
 
 
 class NotServed(ValueError):
@@ -40,7 +41,8 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         proxy: Discovery addresses of the proxies to announce to: HOST:PORT, or dns:NAME[:PORT] for every
             address of a name, which is looked up again and again.
         name: Name of this server on operators' pages; its address when not given.
-        transfer: Transfer backend; both servers of a pair need the same.
+        transfer: Transfer backend; auto opens all that work here, and two servers use the best of them that
+            works between them.
         transfer_options: Options of backends, BACKEND.NAME=VALUE separated by commas.
         lease_s: Seconds without a renewal after which a lease expires and its blocks are freed.
         pull_timeout_s: Deadline for pulling one prompt's KV, from when there is room for it.
@@ -56,7 +58,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     control_port: Annotated[int, Meta(ge=0, le=65535)] = 6301
     proxy: Annotated[tuple[str, ...], Meta(max_length=MAX_PROXIES)] = ()
     name: str = ""
-    transfer: VllmTransfer = "tcp"
+    transfer: VllmTransfer = "auto"
     transfer_options: str = ""
     lease_s: _Seconds = 10.0
     pull_timeout_s: _Seconds = 30.0

@@ -72,7 +72,7 @@ def test_vllm_servers_get_their_options_and_vllm_its_own(
             "float32",
         )
         made = VllmEngineConfig(model="m", role=agent.role, **agent.settings)
-        assert (made.transfer, made.engine_python) == ("tcp", config.engine_python)
+        assert (made.transfer, made.engine_python) == ("auto", config.engine_python)
         assert made.lease_s == (7.0 if agent.role == "decode" else 5.0)
         assert made.log_format == "json"
 
@@ -108,7 +108,7 @@ def test_each_vllm_server_has_gpus_of_its_own_if_there_are_enough(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     agents = servers(python(num_gpus), tp=tp)
     assert [agent.environment for agent in agents] == [{"CUDA_VISIBLE_DEVICES": each} for each in theirs]
-    assert all(agent.settings["transfer"] == "cuda_ipc" for agent in agents)
+    assert all(agent.settings["transfer"] == "auto" for agent in agents)
 
 
 def test_what_vllm_cannot_do_here_is_named(python: Callable[[int], str]) -> None:
