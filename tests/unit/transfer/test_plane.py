@@ -888,7 +888,7 @@ async def test_tcp_between_two_hosts_is_no_silent_choice(
     caplog.set_level("INFO", "kvferry.transfer")
     ours, theirs = ({"transfer": transfer, "auto": ("tcp",), "host_id": host} for host in hosts)
     async with Agent(seed=1, **theirs) as prefill, Agent(seed=2, **ours) as decode:
-        decode.plane.pull(prefill.lend(THEIRS, TOKENS), prefill.remote(TOKENS), OURS, 0, 10.0)
+        decode.plane.pull(prefill.lend(THEIRS, TOKENS), prefill.remote(TOKENS), one_group(OURS), 10.0)
         await decode.event(PullDone)
     warnings = [each.message for each in caplog.records if each.levelname == "WARNING"]
     assert len(warnings) == int(warned)
