@@ -345,7 +345,8 @@ class CommandParser(argparse.ArgumentParser):
                 )
             return word
 
-        self.add_argument(name, type=chosen, choices=choices, metavar="|".join(choices), **options)
+        shown = "|".join(choices) if name.startswith("-") else name.upper()
+        self.add_argument(name, type=chosen, choices=choices, metavar=shown, **options)
 
     def read(self, argv: Sequence[str]) -> argparse.Namespace:
         """Read a command line, in which arguments may follow options. Raises SystemExit with status 2."""
