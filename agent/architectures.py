@@ -7,13 +7,17 @@ table is compared with transformers' own forward first (`agent.worker.self_check
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from kvferry.agent.checkpoint import read_json
+
 INSTEAD = "serve it with vLLM instead (docs/engines.md)"
+MAX_NAMED_TP = 64
+_SPLIT_SIZES = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 REFUSED_STATUS = 2
 """Exit status of an agent, and of each of its processes, that refuses its model."""
 
@@ -74,15 +78,12 @@ REFUSED: Mapping[str, str] = MappingProxyType(
 
 
 class UnsupportedModel(ValueError):
-    """The checkpoint needs something that this engine does not support, or is not complete."""
+    """The checkpoint needs something that this engine does not support."""
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Read a checkpoint's config.json. Raises ValueError when it holds no object."""
-    config = json.loads((directory / "config.json").read_text())
-    if not isinstance(config, dict):
-        raise ValueError(f"{directory / 'config.json'} must hold an object")
-    return config
+    """Read a checkpoint's config.json. Raises `BadCheckpoint`."""
+    return read_json(directory / "config.json")
 
 
 def architecture_of(config: Mapping[str, Any]) -> str:
@@ -109,7 +110,30 @@ def unsupported_reason(config: Mapping[str, Any], tp: int) -> str | None:
             "transformers has no tensor-parallel plan for it" if name in TESTED else "it was never tested so"
         )
         return f"{why}, but --tp 1 may do"
-    return reason or _uneven_setting(config, tp)
+    return reason
+
+
+def uneven_reason(config: Mapping[str, Any], tp: int) -> str | None:
+    """Return why these ranks cannot share a model, and how many can; None where they can."""
+    sizes = {name: config.get(name) for name in _SPLIT_SIZES}
+    even = {name: size for name, size in sizes.items() if isinstance(size, int) and size > 0}
+    name = next((name for name, size in even.items() if size % tp), None)
+    if name is None:
+        return None
+    common = math.gcd(*even.values())
+    able = ", ".join(str(each) for each in range(1, min(common, MAX_NAMED_TP) + 1) if common % each == 0)
+    return f"{name} ({even[name]}) cannot be split evenly over {tp} ranks; --tp may be {able}"
+
+
+def refusal(config: Mapping[str, Any], tp: int) -> str | None:
+    """Return in one line why `tp` ranks do not serve a model, and what to do; None where nothing speaks
+    against it.
+    """
+    name, reason = architecture_of(config), unsupported_reason(config, tp)
+    if reason is not None:
+        return refusal_line(name, reason)
+    uneven = uneven_reason(config, tp)
+    return None if uneven is None else f"{name}: {uneven}"
 
 
 def refusal_line(architecture: str, reason: str) -> str:
@@ -131,14 +155,6 @@ def _unsupported_setting(config: Mapping[str, Any]) -> str | None:
     layer_types = {str(each) for each in config.get("layer_types") or ()}
     if layer_types - LAYER_TYPES:
         return f"layer_types: layers of type {min(layer_types - LAYER_TYPES)!r} are not supported"
-    return None
-
-
-def _uneven_setting(config: Mapping[str, Any], tp: int) -> str | None:
-    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        value = config.get(name)
-        if isinstance(value, int) and value % tp:
-            return f"{name} ({value}) cannot be split evenly over {tp} ranks"
     return None
 
 

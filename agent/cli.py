@@ -11,21 +11,21 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
 import uvloop
 
-from kvferry.agent.api.openai_schema import read_sampling_defaults
-from kvferry.agent.api.process import run_agent
 from kvferry.agent.architectures import (
     REFUSED_STATUS,
     architecture_of,
     is_tested,
     read_config,
+    refusal,
     refusal_line,
-    unsupported_reason,
 )
+from kvferry.agent.checkpoint import BadCheckpoint, check_weights
 from kvferry.agent.config import BUNDLED_MODELS, AgentConfig
 from kvferry.common.curve import BadClusterKey
 from kvferry.common.http.server import raise_file_limit, return_large_buffers
@@ -45,15 +45,20 @@ _DESCRIPTION = (
     "kvferry agent --engine vllm --help lists the options of that."
 )
 _SELF_CHECK_TIMEOUT_S = 1800.0
+_GPU_DRIVERS = ("nvidiactl", "nvmap", "kfd", "dxg")
+"""Device files of NVIDIA's drivers, AMD's, and Windows' in WSL."""
 
 
 def run(argv: Sequence[str], engine_module: str) -> int:
     """Run one agent; returns its exit status.
 
     A wrong command line exits with status 2 and a message, and so does a model that this engine would not
-    serve right, before any port opens.
+    serve right, or a checkpoint that is not whole, before any port opens.
     """
     config = parse_config(argv)
+    # Not at the top: --help, and completion, need neither the time nor the extra that these take.
+    from kvferry.agent.api.process import run_agent
+
     configure_logging("api", config.log_level, config.log_format)
     raise_file_limit()
     return_large_buffers()
@@ -64,20 +69,17 @@ def run(argv: Sequence[str], engine_module: str) -> int:
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(run_agent(config, engine_module=engine_module))
-    except (OSError, BadClusterKey, BadCertificate) as error:
+    except (OSError, BadCheckpoint, BadClusterKey, BadCertificate) as error:
         log.error("cannot start: %s", error)
         return 1
 
 
 def model_refusal(config: AgentConfig) -> str | None:
-    """Return in one line why the model cannot be served here, or None.
+    """Return in one line why an architecture that no test covers cannot be served here, or None.
 
-    An architecture that no test covers is tried first, in a process of its own: see `self_check`.
+    It is tried, in a process of its own: see `self_check`.
     """
     model = read_config(Path(config.model))
-    reason = unsupported_reason(model, config.tp)
-    if reason is not None:
-        return refusal_line(architecture_of(model), reason)
     if config.self_check == "off" or (config.self_check == "auto" and is_tested(model)):
         return None
     argv = [sys.executable, "-m", "kvferry.agent.worker.process", "--self-check"]
@@ -126,9 +128,11 @@ def with_model_directory(config: AgentConfig) -> AgentConfig:
     Hugging Face cache on this machine. Nothing is downloaded.
 
     Raises:
-        ValueError: there is none of them, a file that every checkpoint has is missing, or
+        ValueError: there is none of them, a file that every checkpoint has is missing or not whole, or
             generation_config.json has a value out of its range.
     """
+    from kvferry.agent.api.openai_schema import read_sampling_defaults  # not at the top, as above
+
     candidates = (Path(config.model), BUNDLED_MODELS / config.model)
     directory = next((path.resolve() for path in candidates if path.is_dir()), None)
     if directory is None:
@@ -139,6 +143,8 @@ def with_model_directory(config: AgentConfig) -> AgentConfig:
         if not (directory / name).is_file():
             raise ValueError(f"model: {directory} has no {name}")
     read_sampling_defaults(directory, config.generation_config)
+    if config.load_format == "safetensors":
+        check_weights(directory)
     return dataclasses.replace(config, model=str(directory), served_model_name=served)
 
 
@@ -160,9 +166,29 @@ def _cached_model(name: str) -> Path:
 
 
 def checked(config: AgentConfig) -> AgentConfig:
-    """Return the settings with the model's directory. Raises ValueError for what this machine lacks."""
+    """Return the settings with the model's directory.
+
+    Raises ValueError for what this machine lacks, and for a model that this engine does not serve.
+    """
     config.check_traces()
     check_files(config, ("tls_cert", "tls_key"))
     parse_backend_options(config.transfer_options)
     config.check_reachable()
-    return with_model_directory(config)
+    missing = None if config.first_gpu is None else _why_no_gpu()
+    if missing is not None:
+        raise ValueError(f"device {config.device}: {missing}")
+    resolved = with_model_directory(config)
+    refused = refusal(read_config(Path(resolved.model)), config.tp)
+    if refused is not None:
+        raise ValueError(refused)
+    return resolved
+
+
+def _why_no_gpu() -> str | None:
+    """Return why torch cannot see a GPU here, without the seconds that importing it takes; None if it may."""
+    build = version("torch")
+    if build.endswith("+cpu"):
+        return f"torch {build} is a build without GPUs"
+    if not any(Path("/dev", name).exists() for name in _GPU_DRIVERS):
+        return f"this machine has no driver of a GPU: none of {', '.join(_GPU_DRIVERS)} is in /dev"
+    return None

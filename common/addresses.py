@@ -34,7 +34,15 @@ def check_dialable(host: str) -> None:
 
 
 def check_host_port(name: str, address: str) -> None:
-    """Raise `ValueError`, which names the setting, unless `address` is HOST:PORT with a port above 0."""
+    """Raise `ValueError`, which names the setting, unless `address` is HOST:PORT.
+
+    The host must be one that can be looked up, and the port be above 0.
+    """
     host, _, port = address.rpartition(":")
-    if not (host and port.isdecimal() and 0 < int(port) <= 65535):
+    try:
+        check_dialable(host[1:-1] if host[:1] + host[-1:] == "[]" else host)
+        is_port = port.isascii() and port.isdecimal() and 0 < int(port) <= 65535
+    except ValueError:
+        is_port = False
+    if not is_port:
         raise ValueError(f"{name} must be HOST:PORT, got {address!r}")

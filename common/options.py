@@ -26,6 +26,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from kvferry.common.addresses import check_dialable
 from kvferry.common.exceptions import NOT_JSON, message_of
 from kvferry.common.yaml_file import MAX_FILE_BYTES, read_yaml
 
@@ -42,6 +43,8 @@ GROUPS = (
     *("Timeouts", "Limits", "Security", "Metrics", "Logs", "Results"),
 )
 """The groups of options, in the order of `--help`."""
+GENERAL = "General"
+HELP = "Show this help message."
 MAX_SHOWN_CHARS = 80
 """Of a value that is wrong."""
 _DESCRIBED_TYPES = {int: "a whole number", float: "a number", bool: "true or false"}
@@ -108,10 +111,12 @@ def options_of(settings: type[DataclassInstance]) -> dict[str, Option]:
     Raises KeyError for a field that no docstring describes, and ValueError for a group that is none.
     """
     types, described = get_type_hints(settings), _described_fields(settings)
-    options = [
-        Option(field.name, types[field.name], field.default, *described[field.name])
-        for field in fields(settings)
-    ]
+    several = [field.name for field in fields(settings) if "_" in field.name]  # no English words
+    options = []
+    for field in fields(settings):
+        group, words = described[field.name]
+        words = _with_flags(words, several)
+        options.append(Option(field.name, types[field.name], field.default, group, words))
     groups, places = list(GROUPS), list(described)
     options.sort(key=lambda each: (groups.index(each.group), places.index(each.field)))
     return {each.field: each for each in options}
@@ -123,18 +128,20 @@ def parse_flags(
     *,
     prog: str,
     description: str,
+    arguments: str = "",
     check: Callable[[C], C] | None = None,
 ) -> C:
     """Read `argv` into a frozen dataclass, whose docstring describes its fields.
 
-    `check` returns the settings, perhaps completed; it raises `ValueError` for a wrong value, as the
+    `arguments` stands for words before the options, in the usage line of `--help`. `check` returns the
+    settings, perhaps completed; it raises `ValueError` for a wrong value, as the
     dataclass itself may.
 
     Raises:
         SystemExit: with status 2 and a line on stderr that names the unknown option, or the wrong value; with
             status 0 after `--help`.
     """
-    values = collect(settings, [argv], prog=prog, description=description)
+    values = collect(settings, [argv], prog=prog, description=description, arguments=arguments)
     return make(settings, values, prog=prog, check=check)
 
 
@@ -144,6 +151,7 @@ def collect(
     *,
     prog: str,
     description: str = "",
+    arguments: str = "",
     part: str = "",
 ) -> dict[str, Any]:
     """Return the values that sources give to fields; a later one wins, and adds to a list.
@@ -153,7 +161,8 @@ def collect(
     Raises:
         SystemExit: as `parse_flags` does.
     """
-    reader = _Reader(settings, prog, description, part)
+    parser = flag_parser(settings, prog=prog, description=description, arguments=arguments)
+    reader = _Reader(settings, prog, parser, part)
     for source in sources:
         if isinstance(source, Mapping):
             reader.take_data(source)
@@ -178,10 +187,12 @@ def make(
 
 
 class _Reader:
-    def __init__(self, settings: type[DataclassInstance], prog: str, description: str, part: str) -> None:
+    def __init__(
+        self, settings: type[DataclassInstance], prog: str, parser: argparse.ArgumentParser, part: str
+    ) -> None:
         self._options = options_of(settings)
         self._prog = prog
-        self._parser = flag_parser(settings, prog=prog, description=description)
+        self._parser = parser
         self._prefix = f"{part}." if part else ""
         self.values: dict[str, Any] = {}
 
@@ -244,14 +255,17 @@ class _Record(argparse.Action):
         namespace.given.append((self.dest, values))
 
 
-def flag_parser(settings: type[DataclassInstance], *, prog: str, description: str) -> argparse.ArgumentParser:
+def flag_parser(
+    settings: type[DataclassInstance], *, prog: str, description: str, arguments: str = ""
+) -> argparse.ArgumentParser:
     """One flag per field. It may be repeated for `tuple[str, ...]`, and needs no value for a bool."""
     parser = argparse.ArgumentParser(
-        prog=prog, usage=f"{prog} [OPTIONS]", description=description,
+        prog=prog, usage=" ".join((*filter(None, (prog, arguments)), "[OPTIONS]")), description=description,
         allow_abbrev=False, exit_on_error=False, add_help=False,
     )  # fmt: skip
-    parser.add_argument("-h", "--help", action="help", help="Show this help.")
-    parser.add_argument(
+    general = parser.add_argument_group(GENERAL)
+    general.add_argument("-h", "--help", action="help", help=HELP)
+    general.add_argument(
         "--config", action=_Record, default=argparse.SUPPRESS, metavar="FILE",
         help="YAML file with any of these options, by the same names. - reads JSON from standard input.",
     )  # fmt: skip
@@ -310,7 +324,15 @@ class CommandParser(argparse.ArgumentParser):
 
     def __init__(self, prog: str, description: str) -> None:
         super().__init__(prog=prog, description=description, allow_abbrev=False, add_help=False)
-        self.add_argument("-h", "--help", action="help", help="Show this help.")
+        self._positionals.title, self._optionals.title = "Arguments", GENERAL
+        self.add_argument("-h", "--help", action="help", help=HELP)
+
+    def format_help(self) -> str:
+        """As that of the commands with a settings class: without the options in the usage line."""
+        words = (action for action in self._actions if not action.option_strings)
+        shown = (str(word.metavar) if word.required else f"[{word.metavar}]" for word in words)
+        self.usage = " ".join((self.prog, *shown, "[OPTIONS]"))
+        return super().format_help()
 
     def add_choice(self, name: str, choices: Sequence[str], **options: Any) -> None:
         """Add an argument that is one of some words."""
@@ -323,7 +345,8 @@ class CommandParser(argparse.ArgumentParser):
                 )
             return word
 
-        self.add_argument(name, type=chosen, choices=choices, **options)
+        shown = "|".join(choices) if name.startswith("-") else name.upper()
+        self.add_argument(name, type=chosen, choices=choices, metavar=shown, **options)
 
     def read(self, argv: Sequence[str]) -> argparse.Namespace:
         """Read a command line, in which arguments may follow options. Raises SystemExit with status 2."""
@@ -362,7 +385,8 @@ def is_server_url(word: str) -> bool:
     """Whether this is http://HOST:PORT or https://…; a path may follow."""
     try:
         parts = urlsplit(word)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        check_dialable(parts.hostname or "")
+        return parts.scheme in ("http", "https") and parts.port != 0
     except ValueError:
         return False
 
@@ -476,6 +500,6 @@ def _with_flags(message: str, names: Iterable[str]) -> str:
     """Return a settings class's own message, in which its fields are called as on the command line."""
     for name in sorted(names, key=len, reverse=True):
         anywhere = "_" in name  # one that is no English word
-        pattern = rf"(?<![\w/.-]){name}(?![\w.])" if anywhere else rf"^{name}\b"
+        pattern = rf"(?<![\w/.-]){name}(?!\w|\.\w)" if anywhere else rf"^{name}\b"
         message = re.sub(pattern, f"--{name.replace('_', '-')}", message)
     return message

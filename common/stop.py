@@ -4,16 +4,19 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 from collections.abc import Coroutine
 from typing import Any
+
+log = logging.getLogger(__name__)
 
 INTERRUPT_DRAIN_S = 3.0
 """For Ctrl-C: its sender waits."""
 
 
 class StopRequest:
-    """Made by a signal, or by `make`. A second signal means: at once.
+    """Made by a signal, which is logged, or by `make`. A second signal means: at once.
 
     Args:
         drain_s: Seconds that draining may take. SIGINT gives `INTERRUPT_DRAIN_S` at most.
@@ -31,8 +34,9 @@ class StopRequest:
     def on_signals(self) -> None:
         """Let SIGTERM and SIGINT make it. Needs a running event loop."""
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTERM, self._signalled, self._drain_s)
-        loop.add_signal_handler(signal.SIGINT, self._signalled, min(self._drain_s, INTERRUPT_DRAIN_S))
+        interrupt_s = min(self._drain_s, INTERRUPT_DRAIN_S)
+        loop.add_signal_handler(signal.SIGTERM, self._signalled, self._drain_s, "a second signal")
+        loop.add_signal_handler(signal.SIGINT, self._signalled, interrupt_s, "Ctrl-C again")
 
     def make(self, limit_s: float | None = None) -> None:
         """Let the process drain, and end. Idempotent: the first call sets the limit, if it has one."""
@@ -54,8 +58,11 @@ class StopRequest:
                 wait.cancel()
         return waits[0] in done
 
-    def _signalled(self, limit_s: float) -> None:
+    def _signalled(self, limit_s: float, again: str) -> None:
         self._signals += 1
         if self._signals > 1:
+            log.info("stopping at once")
             self.at_once.set()
+        else:
+            log.info("stopping: what runs has %g s to finish; %s stops at once", limit_s, again)
         self.make(limit_s)

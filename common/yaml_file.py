@@ -38,5 +38,12 @@ def read_yaml(path: Path) -> Any:
         raise ValueError(f"{str(path)!r} is larger than {MAX_FILE_BYTES} bytes")
     try:
         return yaml.load(raw.decode(), _PlainLoader)
+    except yaml.MarkedYAMLError as error:
+        problem, mark = error.problem or error.context, error.problem_mark or error.context_mark
+        where = "" if mark is None else f" in line {mark.line + 1}, column {mark.column + 1}"
+        raise ValueError(f"{str(path)!r} is not YAML: {problem}{where}") from error
+    except yaml.reader.ReaderError as error:
+        why = f"it has the character {error.character!r} at {error.position}"
+        raise ValueError(f"{str(path)!r} is not YAML: {why}") from error
     except (yaml.YAMLError, ValueError, OverflowError) as error:
         raise ValueError(f"{str(path)!r} is not YAML: {error}") from error

@@ -7,6 +7,7 @@ import importlib
 import os
 import re
 import sys
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, distribution, requires, version
 from typing import Any
 
@@ -41,6 +42,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "print what makes bash, zsh or fish complete commands and options",
     ),
 }
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells have it."""
 NEED_AGENT = frozenset({"agent", "doctor", "serve", "up"})
 """Commands that run what the extra `agent` brings."""
 VLLM_ENGINE = "kvferry.agent.vllm.launch:main"
@@ -90,16 +93,20 @@ def main(argv: list[str] | None = None) -> int:
         case [] | ["-h" | "--help", *_]:
             print(help_text())
             return 0
-        case ["--version", *_]:
+        case ["help"]:
+            return main(["--help"])
+        case ["help", name, *_]:
+            return main([name, "--help"])
+        case ["--version" | "-V" | "-v" | "version", *_]:
             print(f"kvferry {version('kvferry')}")
             return 0
         case ["agent", *rest] if any(word.partition("=")[0] == "--attach" for word in rest):
             return _run(SIDECAR, rest)
         case ["agent", *rest] if take_option(rest, "--engine")[0] == "vllm":
             return _run(VLLM_ENGINE, rest)
-        case ["agent", *rest] if take_option(rest, "--engine")[0] == "auto":
+        case ["agent", *rest] if take_option(rest, "--engine")[0] == "auto" and not _asks_for_help(rest):
             return main(["agent", *_named(CHOSEN_ENGINE)(rest)])
-        case [name, *_] if name in NEED_AGENT and missing_of("agent"):
+        case [name, *rest] if name in NEED_AGENT and not _asks_for_help(rest) and missing_of("agent"):
             how = "in a clone of kvferry, pip install '.[agent]'"
             print(f"kvferry {name} needs the extra agent: {how}", file=sys.stderr)
             return 2
@@ -112,8 +119,16 @@ def main(argv: list[str] | None = None) -> int:
     raise AssertionError("unreachable: the patterns above are exhaustive")
 
 
+def _asks_for_help(words: Sequence[str]) -> bool:
+    own = words[: words.index("--")] if "--" in words else words
+    return "--help" in own or "-h" in own
+
+
 def _run(entry_point: str, words: list[str]) -> int:
-    return int(_named(entry_point)(words))
+    try:
+        return int(_named(entry_point)(words))
+    except KeyboardInterrupt:  # of a command that has nothing to finish
+        return INTERRUPTED
 
 
 def _named(entry_point: str) -> Any:

@@ -19,7 +19,8 @@ from kvferry.common.curve import BadClusterKey, ClusterKey
 from kvferry.common.exceptions import message_of
 from kvferry.common.http.tls import BadCertificate, client_context
 from kvferry.common.options import CommandParser, key_in_file, number, readable_file, server_url
-from kvferry.deploy.status import StatusFailed, client_session, error_message, fetch_nodes
+from kvferry.deploy.http_errors import refusal, why_no_response
+from kvferry.deploy.status import MAX_PAGE_BYTES, StatusFailed, client_session, fetch_nodes
 from kvferry.proxy.api.openapi import NodeView
 
 POLL_S = 0.5
@@ -39,7 +40,7 @@ async def client(
         try:
             yield http
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise DrainFailed(f"{url} cannot be asked: {error or 'no response in time'}") from error
+            raise DrainFailed(f"{url} cannot be reached: {why_no_response(error)}") from error
 
 
 async def drain_at_agent(http: aiohttp.ClientSession, url: str) -> None:
@@ -63,10 +64,11 @@ async def drain_at_proxy(http: aiohttp.ClientSession, url: str, agent: str) -> N
 async def _request_drain(http: aiohttp.ClientSession, url: str) -> None:
     async with http.post(url) as response:
         if response.status != 202:
-            why = error_message(await response.read())
-            if response.status == 401:  # a proxy would have refused to list its agents before
-                why += "; --cluster-key names the cluster's key file"
-            raise DrainFailed(f"{url} answered {response.status}: {why}")
+            page = await response.content.read(MAX_PAGE_BYTES)
+            # A proxy would have refused to list its agents before.
+            raise DrainFailed(
+                refusal(url, response.status, page, server="an agent", key_option="--cluster-key")
+            )
 
 
 def _find(nodes: Sequence[NodeView], agent: str) -> NodeView:
@@ -105,22 +107,41 @@ def build_parser() -> CommandParser:
         "Its proxies send it nothing new meanwhile. Returns when it has ended.",
     )
     parser.add_argument(
-        "url", type=server_url, help="Base URL of the agent, for example http://10.0.0.1:8000; or of a proxy."
+        "url",
+        type=server_url,
+        metavar="URL",
+        help="Base URL of the agent, for example http://10.0.0.1:8000; or of a proxy.",
     )
     parser.add_argument(
-        "agent", nargs="?", help="With the URL of a proxy: which agent, by name, address or incarnation."
+        "agent",
+        nargs="?",
+        metavar="AGENT",
+        help="With the URL of a proxy: which agent, by name, address or incarnation.",
     )
     parser.add_argument(
-        "--cluster-key", type=readable_file, help="The cluster's key file, if the agent has one."
+        "--cluster-key",
+        type=readable_file,
+        metavar="FILE",
+        help="The cluster's key file, if the agent has one.",
     )
     parser.add_argument(
-        "--key", type=key_in_file, help="File that holds the operator's key, if the proxy has one."
+        "--key",
+        type=key_in_file,
+        metavar="FILE",
+        help="File that holds the operator's key, if the proxy has one.",
     )
     parser.add_argument(
-        "--ca", type=readable_file, help="PEM file of who signed the certificate of the agent or proxy."
+        "--ca",
+        type=readable_file,
+        metavar="FILE",
+        help="PEM file of who signed the certificate of the agent or proxy.",
     )
     parser.add_argument(
-        "--timeout-s", type=number, default=90.0, help="How long to wait for its end (default: 90)."
+        "--timeout-s",
+        type=number,
+        default=90.0,
+        metavar="NUMBER",
+        help="How long to wait for its end. (default: 90.0)",
     )
     return parser
 

@@ -16,7 +16,7 @@ from kvferry.common.options import CommandParser
 
 def build_parser() -> CommandParser:
     parser = CommandParser("kvferry keygen", "Make a cluster key for --cluster-key of proxies and agents.")
-    parser.add_argument("file", type=Path, help="Where to write it; must not exist yet.")
+    parser.add_argument("file", type=Path, metavar="FILE", help="Where to write it; must not exist yet.")
     return parser
 
 

@@ -32,6 +32,7 @@ from kvferry.common.child_process import ChildProcess
 from kvferry.common.exceptions import message_of, system_reason
 from kvferry.common.options import as_json
 from kvferry.common.roles import Role
+from kvferry.deploy.http_errors import refusal, why_no_response
 
 LISTENING_TIMEOUT_S = 180.0
 PROGRESS_S = 20.0
@@ -318,6 +319,7 @@ class Cluster:
         self.agents: dict[str, Process] = {}
         self.proxy: Process
         self._stack = AsyncExitStack()
+        self._started: list[Process] = []
 
     async def __aenter__(self) -> Cluster:
         try:
@@ -333,6 +335,11 @@ class Cluster:
         for agent in self.agents.values():
             agent.process.ask_to_end(signal.SIGINT)  # all at once; the proxy is stopped after them
         await self._stack.aclose()
+
+    def kill(self) -> None:
+        """End every process at once; leaving the context reaps them."""
+        for process in self._started:
+            process.process.kill()
 
     @property
     def url(self) -> str:
@@ -394,11 +401,12 @@ class Cluster:
         try:
             async with session.get(url, headers=headers, ssl=self.spec.trust or True) as response:
                 if response.status != 200:
-                    raise LaunchError(f"{url} answered {response.status}: {(await response.text())[:200]}")
+                    page = await response.read()
+                    raise LaunchError(refusal(url, response.status, page, server="a kvferry proxy"))
                 nodes: list[dict[str, Any]] = (await response.json())["nodes"]
                 return nodes
         except aiohttp.ClientError as error:
-            raise LaunchError(f"{url} cannot be asked: {error}") from error
+            raise LaunchError(f"{url} cannot be reached: {why_no_response(error)}") from error
 
     def check_alive(self) -> None:
         """Raise `LaunchError`, with the reason by its log, if any process has ended."""
@@ -482,6 +490,7 @@ class Cluster:
         process = await start_process(
             name, words, self.spec.log_dir, timeout_s, environment, self._progress, stdin
         )
+        self._started = [each for each in self._started if each.process.returncode is None] + [process]
         # As Ctrl-C does: draining may take a minute.
         self._stack.push_async_callback(process.stop, signum=signal.SIGINT)
         return process

@@ -13,16 +13,17 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import msgspec
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-from kvferry.common.exceptions import message_of
+from kvferry.common.exceptions import NOT_JSON, message_of
 from kvferry.common.http.tls import BadCertificate, client_context
+from kvferry.common.json_errors import explain
 from kvferry.common.options import CommandParser, key_in_file, readable_file, server_url
+from kvferry.deploy.http_errors import describe_page, refusal, why_no_response
 from kvferry.deploy.ray.down import add_ray_arguments
 from kvferry.deploy.ray.fleet import PlacedAgent, RayFleet, RayUnusable, connected
 from kvferry.proxy.api.openapi import EventView, NodeList, NodeView
@@ -79,12 +80,15 @@ async def fetch_nodes(http: aiohttp.ClientSession, url: str) -> NodeList:
                 if len(page) > MAX_PAGE_BYTES:
                     raise StatusFailed(f"{url} answered with more than {MAX_PAGE_BYTES} bytes")
             if response.status != 200:
-                raise StatusFailed(f"{url} answered {response.status}: {error_message(page)}")
+                raise StatusFailed(refusal(url, response.status, page, server="a kvferry proxy"))
         return msgspec.json.decode(page, type=NodeList)
     except (aiohttp.ClientError, TimeoutError) as error:
-        raise StatusFailed(f"{url} cannot be asked: {error or 'no response in time'}") from error
-    except msgspec.DecodeError as error:
-        raise StatusFailed(f"{url} is no kvferry proxy: {error}") from error
+        raise StatusFailed(f"{url} cannot be reached: {why_no_response(error)}") from error
+    except msgspec.ValidationError as error:
+        why = explain(error, whole="its list of agents").message
+        raise StatusFailed(f"{url} is not a kvferry proxy of this version: {why}") from error
+    except NOT_JSON as error:
+        raise StatusFailed(f"{url} is not a kvferry proxy: it answered with {describe_page(page)}") from error
 
 
 def node_row(node: NodeView) -> tuple[str, ...]:
@@ -211,26 +215,27 @@ def show_on_ray(address: str | None, namespace: str, as_json: bool) -> None:
         print(f"no agents run in the Ray namespace {namespace}")
 
 
-def error_message(page: bytes | bytearray) -> str:
-    """Return the message of an error in OpenAI's shape, or the beginning of a page that is none."""
-    try:
-        error: Any = msgspec.json.decode(page)["error"]["message"]
-    except (msgspec.DecodeError, KeyError, TypeError):
-        error = page[:200].decode(errors="replace")
-    return str(error)[:200]
-
-
 def build_parser() -> CommandParser:
     parser = CommandParser(
         "kvferry status", "List the agents that a proxy knows, their load, and why some are not used."
     )
     parser.add_argument(
-        "url", nargs="?", type=server_url, default=DEFAULT_URL, help=f"The proxy (default: {DEFAULT_URL})."
+        "url",
+        nargs="?",
+        type=server_url,
+        default=DEFAULT_URL,
+        metavar="URL",
+        help=f"The proxy. (default: {DEFAULT_URL})",
     )
     parser.add_argument(
-        "--key", type=key_in_file, help="File that holds the operator's key, if the proxy has one."
+        "--key",
+        type=key_in_file,
+        metavar="FILE",
+        help="File that holds the operator's key, if the proxy has one.",
     )
-    parser.add_argument("--ca", type=readable_file, help="PEM file of who signed the proxy's certificate.")
+    parser.add_argument(
+        "--ca", type=readable_file, metavar="FILE", help="PEM file of who signed the proxy's certificate."
+    )
     parser.add_choice(
         "--on",
         ("local", "ray"),

@@ -38,6 +38,7 @@ from kvferry.common.http.tls import BadCertificate, pinned_context
 from kvferry.common.options import Source, collect, exit_with, make, read_settings
 from kvferry.common.roles import Role
 from kvferry.common.shared_options import TraceOptions
+from kvferry.common.stop import INTERRUPT_DRAIN_S
 from kvferry.common.telemetry.logs import LogFormat
 from kvferry.deploy.doctor.machine import count_gpus
 from kvferry.deploy.launcher import AgentSpec, Cluster, ClusterSpec, LaunchError
@@ -64,13 +65,20 @@ CHOSEN: dict[str, frozenset[str]] = {
     "vllm": frozenset({"model", "host", "port", "tensor-parallel-size", "kv-transfer-config"}),
 }
 """Options of each part that `kvferry up` sets itself."""
-DESCRIPTION = (
+_OF_PARTS = (
+    "Any option of the processes can be given behind the name of a part: --agent.lease-s 5 is for all "
+    "agents, --prefill.kv-blocks 500 and --decode.verify-kv for those of a role, "
+    "--proxy.decode-policy least_loaded for the proxy. With --engine vllm, --vllm.max-model-len 8192 is for "
+    "vLLM itself, in all servers. In the YAML file of --config they are sections: `agent: {lease-s: 5}`; "
+    "a role's `count` is its number of agents."
+)
+UP = (
     "Start a proxy and its agents, and restart what ends: on this machine, or with --on ray the agents on "
-    "the nodes of a Ray cluster to which this machine belongs. Any option of the processes can be "
-    "given behind the name of a part: --agent.lease-s 5 is for all agents, --prefill.kv-blocks 500 and "
-    "--decode.verify-kv for those of a role, --proxy.decode-policy least_loaded for the proxy. With --engine "
-    "vllm, --vllm.max-model-len 8192 is for vLLM itself, in all servers. In the YAML "
-    "file of --config they are sections: `agent: {lease-s: 5}`; a role's `count` is its number of agents."
+    f"the nodes of a Ray cluster to which this machine belongs. {_OF_PARTS}"
+)
+SERVE = (
+    "Serve a model on this machine: start a proxy and one agent, which both prefills and decodes, and "
+    f"restart what ends. It is kvferry up with other numbers of agents. {_OF_PARTS}"
 )
 
 
@@ -153,6 +161,15 @@ class UpConfig(TraceOptions):
             raise ValueError("ray_address, ray_namespace and ray_resources are for --on ray")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig(UpConfig):
+    """The options of `kvferry serve`: those of `kvferry up`, with one agent for both legs."""
+
+    prefill: int = 0
+    decode: int = 0
+    both: int = 1
+
+
 class PartOptions:
     """Options for the processes that `kvferry up` starts: `--agent.lease-s 5` is every agent's `--lease-s 5`.
 
@@ -205,12 +222,16 @@ class PartOptions:
             option = next(iter(source)).removeprefix("--").partition("=")[0]
             exit_with(self._prog, f"--{part}.{option}: {why}")
 
-    def agent(self, role: Role, model: str, *, is_here: bool = True) -> dict[str, Any]:
-        """Return the options of the agents of one role, which compute with our engine.
+    def agent(
+        self, role: Role, model: str, chosen: Mapping[str, Any], *, is_here: bool = True
+    ) -> dict[str, Any]:
+        """Return the options of the agents of one role, which compute with our engine: those `chosen`, and
+        those that were given.
 
         `is_here`: they run on this machine, so the model and the files that are named must be here too.
         """
         values = self._collected(AgentConfig, "agent") | self._collected(AgentConfig, role)
+        values = {**chosen, **values}
         check = check_agent_config if is_here else None
         make(AgentConfig, {"model": model, "role": role} | values, prog=self._prog, check=check)
         return values
@@ -310,16 +331,16 @@ def _own_agents(
 ) -> tuple[AgentSpec, ...]:
     parts.check_unused("vllm", "no vLLM server is started, as --engine vllm does")
     is_here, threads = config.on == "local", _threads(config)
+    device = config.device or "cpu"
+    chosen = {"tp": config.tp, "transfer": config.transfer, "device": device, "threads": threads}
+    own = {role: parts.agent(role, config.model, chosen, is_here=is_here) for role, _ in names}
     num_gpus = count_gpus() if is_here and config.device == "cuda" and len(names) > 1 else 0
-    own = {role: parts.agent(role, config.model, is_here=is_here) for role, _ in names}
 
     def agent(number: int, role: Role, name: str) -> AgentSpec:
-        first = _first_gpu(number, config.tp, num_gpus)
-        device = f"cuda:{first}" if first else config.device or "cpu"
-        chosen = {
-            "tp": config.tp, "transfer": config.transfer, "device": device, "threads": threads,
-        }  # fmt: skip
-        return AgentSpec(name=name, role=role, settings=chosen | own[role], args=("--name", name))
+        first, settings = _first_gpu(number, config.tp, num_gpus), own[role]
+        if first and settings["device"] == device:
+            settings = settings | {"device": f"cuda:{first}"}
+        return AgentSpec(name=name, role=role, settings=settings, args=("--name", name))
 
     return tuple(agent(number, *each) for number, each in enumerate(names))
 
@@ -334,10 +355,7 @@ def _vllm_servers(
     if is_here and (device == "cuda") != (num_gpus > 0):
         found = f"{num_gpus} GPUs" if num_gpus else "no GPU"
         raise CannotStart(f"--device {device}: the PyTorch of {config.engine_python} sees {found}")
-    transfer = config.transfer
-    if transfer == "auto":
-        transfer = "tcp" if device == "cpu" else "cuda_ipc" if is_here else "nixl"
-    chosen = {"tp": config.tp, "transfer": transfer, "engine_python": config.engine_python}
+    chosen = {"tp": config.tp, "transfer": config.transfer, "engine_python": config.engine_python}
     own = {role: parts.vllm_server(role, config.model, chosen) for role, _ in names}
     words = parts.vllm_words()
     # vLLM's build for CPUs would take all cores for each server.
@@ -381,12 +399,31 @@ def _visible_gpus(number: int, tp: int, num_gpus: int) -> str:
     return ",".join(gpus[first : first + tp])
 
 
-async def run(serving: Coroutine[Any, Any, None], prog: str, log_dir: Path) -> int:
-    """Serve until a signal or the end of `serving` (returns 0); returns 1 if it does not start."""
+async def run(
+    serving: Coroutine[Any, Any, None],
+    prog: str,
+    log_dir: Path,
+    show: Callable[[str], None],
+    end_at_once: Callable[[], None] | None = None,
+) -> int:
+    """Serve until a signal or the end of `serving` (returns 0); returns 1 if it does not start.
+
+    `show` is called with what happens, and `end_at_once` for a second signal.
+    """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+
+    def signalled() -> None:
+        again = "" if end_at_once is None else "; Ctrl-C again stops at once"
+        if not stop.is_set():
+            show(f"stopping: what runs has {INTERRUPT_DRAIN_S:g} s to finish{again}")
+        elif end_at_once is not None:
+            show("stopping at once")
+            end_at_once()
+        stop.set()
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, signalled)
     stopped = asyncio.ensure_future(stop.wait())
     served = asyncio.ensure_future(serving)
     try:
@@ -407,8 +444,9 @@ async def run(serving: Coroutine[Any, Any, None], prog: str, log_dir: Path) -> i
             await served
 
 
-async def _serve(spec: ClusterSpec, console: Console, show: Callable[[str], None]) -> None:
-    async with Cluster(spec, show) as cluster:
+async def _serve(cluster: Cluster, console: Console, show: Callable[[str], None]) -> None:
+    spec = cluster.spec
+    async with cluster:
         await cluster.wait_ready()
         show(f"serving {spec.model} at {cluster.url}/v1; logs in {spec.log_dir}; Ctrl-C ends it")
         async with asyncio.TaskGroup() as tasks:
@@ -435,18 +473,18 @@ def serve(argv: list[str]) -> int:
     """Entry point of `kvferry serve [MODEL]`: `kvferry up` with one agent for both legs."""
     if argv and not argv[0].startswith("-"):
         argv = ["--model", *argv]
-    return _main("kvferry serve", ["--prefill=0", "--decode=0", "--both=1", *argv])
+    return _main("kvferry serve", argv, ServeConfig, SERVE, "[MODEL]")
 
 
 def main(argv: list[str]) -> int:
     """Entry point of `kvferry up`; returns the exit status."""
-    return _main("kvferry up", argv)
+    return _main("kvferry up", argv, UpConfig, UP)
 
 
-def _main(prog: str, argv: list[str]) -> int:
+def _main(prog: str, argv: list[str], settings: type[UpConfig], description: str, arguments: str = "") -> int:
     parts = PartOptions(prog, argv)
-    values = collect(UpConfig, parts.own, prog=prog, description=DESCRIPTION)
-    config = make(UpConfig, values, prog=prog)
+    values = collect(settings, parts.own, prog=prog, description=description, arguments=arguments)
+    config = make(settings, values, prog=prog)
     console = Console(soft_wrap=True)
 
     def show(words: str) -> None:
@@ -464,13 +502,14 @@ def _main(prog: str, argv: list[str]) -> int:
         print(f"{prog}: {error}", file=sys.stderr)
         return 1
     if config.on == "local":
-        return asyncio.run(run(_serve(spec, console, show), prog, spec.log_dir))
+        cluster = Cluster(spec, show)
+        return asyncio.run(run(_serve(cluster, console, show), prog, spec.log_dir, show, cluster.kill))
     bundle = bundle_of(config.tp, config.device, config.ray_resources)
     try:
         with connected(config.ray_address, config.ray_namespace):
             line = partial(keep_status_line, console)
             serving = serve_on_ray(spec, config.ray_namespace, bundle, show, line)
-            return asyncio.run(run(serving, prog, spec.log_dir))
+            return asyncio.run(run(serving, prog, spec.log_dir, show))
     except RayUnusable as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return 1

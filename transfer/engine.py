@@ -14,11 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, cast
 
-from kvferry.transfer.layout import SpanTable
 from kvferry.transfer.options import BACKENDS, SETTINGS
 
 if TYPE_CHECKING:
     import torch
+
+    from kvferry.transfer.layout import SpanTable
 
 
 class TransferError(Exception):
@@ -162,10 +163,13 @@ def usable(name: str, backend_options: Mapping[str, str] | None = None) -> Usabi
     return Usability(reason is None, reason or "")
 
 
-def candidates(transfer: str) -> tuple[str, ...]:
-    """The backends that a `--transfer` value stands for, best first. Raises ValueError for an unknown one."""
+def candidates(transfer: str, auto: Sequence[str] = tuple(BACKENDS)) -> tuple[str, ...]:
+    """The backends that a `--transfer` value stands for, best first. Raises ValueError for an unknown one.
+
+    `auto`: what auto stands for, where that is not every backend.
+    """
     if transfer == "auto":
-        return tuple(BACKENDS)
+        return tuple(auto)
     if transfer not in BACKENDS:
         raise ValueError(f"unknown transfer backend {transfer!r}; known: auto, {', '.join(BACKENDS)}")
     return (transfer,)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvferry.agent.announce.proxy_names import check_proxy
-from kvferry.common.addresses import WILDCARDS
+from kvferry.common.addresses import WILDCARDS, check_dialable
 from kvferry.common.options import check_files
 from kvferry.common.roles import Role
 from kvferry.common.shared_options import check_not_negative, check_ports
@@ -78,6 +78,14 @@ class ServerOptions(AnnounceOptions):
         self.check_announcement()
         check_name(self.name)
         check_ports(port=self.port)
+        if self.advertised_host not in WILDCARDS:
+            try:
+                check_dialable(self.advertised_host)
+            except ValueError:
+                name = "host" if self.advertise_host is None else "advertise_host"
+                raise ValueError(
+                    f"{name} must be a name or an address, got {self.advertised_host!r}"
+                ) from None
 
     def check_reachable(self) -> None:
         """Raise ValueError unless what is announced can be dialled, and the key be read."""

@@ -16,6 +16,7 @@ import msgspec
 import zmq
 
 from kvferry.agent.announce.proxy_names import Lookup, ProxyName, is_name, look_up
+from kvferry.agent.announce.status_log import StatusLog
 from kvferry.common.curve import ClusterKey
 from kvferry.proxy.wire.registration import (
     PING_INTERVAL_S,
@@ -65,11 +66,12 @@ class ProxyConnection:
         if key is not None:
             key.secure_client(self._socket)
         self._socket.connect(f"tcp://{address}")
-        self._status: str | None = None
+        self._status = StatusLog(log, f"proxy {address}:")
         self._unsent = 0
         """Pings in a row that could not be sent."""
         self._reconnect_at = math.inf
-        self._unreachable = "unreachable" if key is None else "unreachable, or it has another cluster key"
+        wrong_key = "a cluster key, and this agent has none" if key is None else "another cluster key"
+        self._unreachable = f"unreachable, or it has {wrong_key}"
         self._acked_at = -math.inf
         self._acked_index = -1
         self._in_flight = 0
@@ -82,7 +84,7 @@ class ProxyConnection:
         except zmq.Again:
             self._unsent += 1
             if self._unsent >= _UNREACHABLE_PINGS:
-                self._note(self._unreachable, logging.WARNING)
+                self._status.note(self._unreachable, logging.WARNING)
             self._reconnect()
         else:
             self._unsent = 0
@@ -96,16 +98,16 @@ class ProxyConnection:
             except zmq.Again:
                 return
             except BadFrame as error:
-                self._note(f"invalid response: {error}", logging.WARNING)
+                self._status.note(f"invalid response: {error}", logging.WARNING)
                 continue
             match response:
                 case Ack(proxy=proxy):
-                    self._note(f"registered with {proxy}", logging.INFO)
+                    self._status.note(f"registered with {proxy}", logging.INFO)
                     self._acked_at = time.monotonic()
                     self._acked_index, self._in_flight = response.index, response.in_flight
                     self.asks_to_drain = response.drain
                 case Rejected(reason=reason):
-                    self._note(f"rejected: {reason}", logging.WARNING)
+                    self._status.note(f"rejected: {reason}", logging.WARNING)
 
     def has_released(self, draining_since: int) -> bool:
         """Return whether the proxy has nothing at this agent and sends nothing new.
@@ -139,12 +141,6 @@ class ProxyConnection:
             with suppress(zmq.ZMQError):  # ZMQ has given it up
                 self._socket.disconnect(f"tcp://{self.address}")
             self._socket.connect(f"tcp://{self.address}")
-
-    def _note(self, status: str, level: int) -> None:
-        """Log the state of the registration, once per change."""
-        if status != self._status:
-            self._status = status
-            log.log(level, "proxy %s: %s", self.address, status)
 
 
 class Announcer:

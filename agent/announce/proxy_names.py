@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from kvferry.agent.announce.status_log import StatusLog
 from kvferry.common.addresses import check_dialable, check_host_port, host_port
 from kvferry.proxy.wire.registration import DEFAULT_DISCOVERY_PORT
 
@@ -34,6 +35,11 @@ def is_name(proxy: str) -> bool:
 
 def check_proxy(proxy: str) -> None:
     """Raise `ValueError` unless `proxy` is HOST:PORT or dns:NAME[:PORT]."""
+    if "://" in proxy:
+        raise ValueError(
+            f"proxy must be HOST:PORT of a proxy's discovery (port {DEFAULT_DISCOVERY_PORT} by default), "
+            f"not a URL, got {proxy!r}"
+        )
     if is_name(proxy):
         split_name(proxy)
     else:
@@ -77,13 +83,13 @@ class ProxyName:
         self._seen: dict[str, int] = {}
         """How many lookups in a row lacked an address."""
         self._begun_at = math.inf
-        self._status: str | None = None
+        self._status = StatusLog(log, proxy)
         threading.Thread(target=self._run, name=f"lookup-{self._name}", daemon=True).start()
 
     def addresses(self) -> tuple[str, ...]:
         """What is known now: the addresses of the last lookup that succeeded, and of the one before."""
         if time.monotonic() - self._begun_at > LOOKUP_TIMEOUT_S:
-            self._note("no answer from the resolver", logging.WARNING)
+            self._status.note("no answer from the resolver", logging.WARNING)
         return tuple(self._seen)
 
     def close(self) -> None:
@@ -96,7 +102,7 @@ class ProxyName:
             try:
                 found = self._lookup(self._name, self._port)
             except (OSError, UnicodeError) as error:
-                self._note(f"cannot be looked up: {error}", logging.WARNING)
+                self._status.note(f"cannot be looked up: {error}", logging.WARNING)
             else:
                 self._take(found)
             self._begun_at = math.inf
@@ -109,10 +115,4 @@ class ProxyName:
                 kept[address] = 1
         self._seen = kept
         dropped = f", of which {MAX_ADDRESSES} are used" if len(found) > MAX_ADDRESSES else ""
-        self._note(f"is {', '.join(sorted(found)) or 'no address'}{dropped}", logging.INFO)
-
-    def _note(self, status: str, level: int) -> None:
-        """Log the state of the name, once per change."""
-        if status != self._status:
-            self._status = status
-            log.log(level, "%s %s", self.proxy, status)
+        self._status.note(f"is {', '.join(sorted(found)) or 'no address'}{dropped}", logging.INFO)

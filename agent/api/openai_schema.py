@@ -19,6 +19,7 @@ from kvferry.agent.api.fields import FieldDecoder, check_fields, field_decoder
 from kvferry.agent.api.grammar.constraint import MAX_GRAMMAR_BYTES, ConstrainedBody
 from kvferry.agent.api.kv_params import KVTransferParams, Resume, check_resume
 from kvferry.agent.api.message.tools import MAX_TOOLS, MAX_TOOLS_BYTES, Tool, ToolChoice, ToolUse
+from kvferry.agent.checkpoint import read_json
 from kvferry.agent.errors import ApiError, bad_request
 from kvferry.agent.ids import MAX_SEED, MIN_SEED, NO_SEED
 from kvferry.agent.messages.requests import SamplingParams
@@ -510,7 +511,7 @@ def read_sampling_defaults(directory: Path, source: Literal["auto", "none"]) -> 
     path = directory / "generation_config.json"
     if source == "none" or not path.is_file():
         return SamplingDefaults()
-    config = json.loads(path.read_text())
+    config = read_json(path)
     known = {
         name: config[name] for name in SamplingDefaults.__struct_fields__ if config.get(name) is not None
     }

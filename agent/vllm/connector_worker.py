@@ -11,11 +11,11 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from kvferry.agent.process.run_dir import private_run_dir
 from kvferry.agent.vllm.kv_groups import RankShape, layer_caches
-from kvferry.agent.vllm.settings import ConnectorSettings, NotServed
+from kvferry.agent.vllm.settings import ConnectorSettings, NotServed, VllmBackend
 from kvferry.transfer.memory import device_name, pool_of_layers
 from kvferry.transfer.ranks.worker import WorkerConnector
 
@@ -79,6 +79,7 @@ class KvferryConnectorWorker:
             rank=shape.rank,
             pool=pool,
             transfer=settings.transfer,
+            auto=get_args(VllmBackend),
             bind_host=settings.bound_host,
             advertise_host=settings.advertised_host,
             transfer_options=settings.transfer_options,

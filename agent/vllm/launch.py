@@ -150,7 +150,7 @@ class VllmEngineConfig(ServerOptions, PlaneOptions, LogOptions):
         engine_python: Python of the environment in which vLLM and kvferry are installed; this one's.
 
     KV transfer:
-        transfer: KV transfer backend; both servers of a pair need the same.
+        transfer: KV transfer backend; auto takes the best that works between two servers.
 
     Timeouts:
         start_timeout_s: How long vLLM may take until it serves.
@@ -162,7 +162,7 @@ class VllmEngineConfig(ServerOptions, PlaneOptions, LogOptions):
     model: str
     engine: Literal["vllm"] = "vllm"
     engine_python: str = sys.executable
-    transfer: VllmTransfer = "tcp"
+    transfer: VllmTransfer = "auto"
     start_timeout_s: float = VLLM_START_S
 
     def __post_init__(self) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
@@ -17,9 +18,12 @@ from kvferry.proxy.wire.registration import Role
 _Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 _OLDEST, _NEWEST = (0, 24), (0, 33)
 _HYBRIDS_SINCE = (0, 30)
+_OF_SEVERAL_ENGINES = re.compile(r"_dp\d+$")
+"""What vLLM appends to the engine_id of each data-parallel engine, the first too."""
 MAX_PROXIES = 64
-VllmTransfer = Literal["tcp", "nixl", "cuda_ipc"]
-"""Those of the backends (`transfer.options`) that were tried in vLLM."""
+VllmBackend = Literal["cuda_ipc", "nixl", "tcp"]
+"""Those of the backends (`transfer.options`) that were tried in vLLM, best first."""
+VllmTransfer = Literal["auto", VllmBackend]
 
 
 class NotServed(ValueError):
@@ -37,7 +41,8 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         proxy: Discovery addresses of the proxies to announce to: HOST:PORT, or dns:NAME[:PORT] for every
             address of a name, which is looked up again and again.
         name: Name of this server on operators' pages; its address when not given.
-        transfer: Transfer backend; both servers of a pair need the same.
+        transfer: Transfer backend; auto opens all that work here, and two servers use the best of them that
+            works between them.
         transfer_options: Options of backends, BACKEND.NAME=VALUE separated by commas.
         lease_s: Seconds without a renewal after which a lease expires and its blocks are freed.
         pull_timeout_s: Deadline for pulling one prompt's KV, from when there is room for it.
@@ -53,7 +58,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     control_port: Annotated[int, Meta(ge=0, le=65535)] = 6301
     proxy: Annotated[tuple[str, ...], Meta(max_length=MAX_PROXIES)] = ()
     name: str = ""
-    transfer: VllmTransfer = "tcp"
+    transfer: VllmTransfer = "auto"
     transfer_options: str = ""
     lease_s: _Seconds = 10.0
     pull_timeout_s: _Seconds = 30.0
@@ -133,6 +138,12 @@ def check_served(version: str, config: Any) -> None:
     ):
         if getattr(parallel, name, 1) != 1:
             raise NotServed(f"{name} must be 1, got {getattr(parallel, name)}")
+    # In the engines of a dense model vLLM sets data_parallel_size back to 1: only these two are left.
+    index, engine_id = getattr(parallel, "data_parallel_index", 0), config.kv_transfer_config.engine_id
+    if index or _OF_SEVERAL_ENGINES.search(str(engine_id)):
+        raise NotServed(
+            f"data_parallel_size must be 1: this is engine {index} of several (engine_id {engine_id})"
+        )
     if str(getattr(parallel, "distributed_executor_backend", "")) == "ray":
         raise NotServed("distributed_executor_backend must not be ray: an engine's ranks must be on one host")
     if getattr(model, "enable_sleep_mode", False):

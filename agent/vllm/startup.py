@@ -50,8 +50,7 @@ def start_connector_scheduler(
     geometry = geometry_of(
         config,
         layers={layer for rank in ranks for layer in rank.layers},
-        # A server has one backend, so that two with different ones have nothing in common.
-        content=f"vllm {version} {_kernels()}: {settings.transfer}",
+        content=f"vllm {version} {_kernels()}",
     )
     server = Server(
         dialect=_DIALECT,

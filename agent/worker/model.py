@@ -16,7 +16,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers import initialization as transformers_initialization
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from kvferry.agent.architectures import TESTED, UnsupportedModel, architecture_of, unsupported_reason
+from kvferry.agent.architectures import (
+    TESTED,
+    UnsupportedModel,
+    architecture_of,
+    uneven_reason,
+    unsupported_reason,
+)
 from kvferry.agent.worker.attention import (
     ATTENTION_NAME,
     ROW_MULTIPLE,
@@ -156,11 +162,17 @@ def eos_ids(directory: Path, config: PretrainedConfig) -> tuple[int, ...]:
 
 
 def check_supported(config: PretrainedConfig, group: Group) -> None:
-    """Raise `UnsupportedModel`, naming the field, for what would give wrong tokens."""
+    """Raise `UnsupportedModel`, naming the field, for what would give wrong tokens.
+
+    Raises ValueError for a number of ranks that cannot share the model.
+    """
     settings = config.to_dict()
     reason = unsupported_reason(settings, group.size)
     if reason is not None:
         raise UnsupportedModel(reason)
+    uneven = uneven_reason(settings, group.size)
+    if uneven is not None:
+        raise ValueError(uneven)
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise UnsupportedModel("it is no causal language model of transformers")
     if config.get_text_config() is not config:

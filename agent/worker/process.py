@@ -17,7 +17,13 @@ from pathlib import Path
 
 import msgspec
 
-from kvferry.agent.architectures import REFUSED_STATUS, architecture_of, read_config, refusal_line
+from kvferry.agent.architectures import (
+    REFUSED_STATUS,
+    UnsupportedModel,
+    architecture_of,
+    read_config,
+    refusal_line,
+)
 from kvferry.agent.config import AgentConfig
 from kvferry.agent.messages.steps import Boot
 from kvferry.common.child_process import die_with_parent
@@ -95,9 +101,14 @@ def _self_check(boot: Boot) -> int:
 
 
 def _refusal(config: AgentConfig, error: Exception) -> str:
+    """Return the line that ends the start: another engine may serve what this one does not support."""
+    name = architecture_of(read_config(Path(config.model)))
     first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-    reason = first_line if isinstance(error, ValueError) else f"{type(error).__name__}: {first_line}"
-    return refusal_line(architecture_of(read_config(Path(config.model))), reason)
+    if isinstance(error, UnsupportedModel):
+        return refusal_line(name, first_line)
+    if isinstance(error, ValueError):
+        return f"{name}: {first_line}"
+    return refusal_line(name, f"{type(error).__name__}: {first_line}")
 
 
 if __name__ == "__main__":

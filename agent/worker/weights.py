@@ -20,7 +20,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging as transformers_logging
 
 from kvferry.agent.architectures import UnsupportedModel
-from kvferry.agent.checkpoint import DIGEST_BYTES, weight_files, weights_fingerprint
+from kvferry.agent.checkpoint import DIGEST_BYTES, BadCheckpoint, weight_files, weights_fingerprint
 from kvferry.common.hashing import Purpose, digest
 
 _MOST_NAMED = 3
@@ -118,7 +118,8 @@ def load(model: Any, source: WeightSource, dtype: torch.dtype, device: torch.dev
     """Give a model on the meta device its weights; of a parameter that is a DTensor, this rank's share.
 
     Raises:
-        UnsupportedModel: some tensor of the source was not read, or some parameter has no value.
+        UnsupportedModel: some tensor of the source was not read.
+        BadCheckpoint: some parameter has no value, or one of another shape.
     """
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     settings = LoadStateDictConfig(
@@ -126,6 +127,7 @@ def load(model: Any, source: WeightSource, dtype: torch.dtype, device: torch.dev
         dtype=dtype,
         dtype_plan=model._get_dtype_plan(dtype),
         weight_mapping=source.conversions(model),
+        ignore_mismatched_sizes=True,  # they are reported below, by name
     )
     with source.tensors(model) as tensors:
         found, _ = convert_and_load_state_dict_in_model(model, dict(tensors), settings)
@@ -141,6 +143,8 @@ def load(model: Any, source: WeightSource, dtype: torch.dtype, device: torch.dev
     if problems:
         named = "; ".join(sorted(problems)[:_MOST_NAMED])
         more = len(problems) - _MOST_NAMED
-        raise UnsupportedModel(
-            f"its weights do not fit: {named}" + (f"; and {more} more" if more > 0 else "")
+        # Without any that the model does not know, they are weights of this model, but not all, or others.
+        knows_all = not (found.unexpected_keys or found.conversion_errors)
+        raise (BadCheckpoint if knows_all else UnsupportedModel)(
+            f"its weights do not fit config.json: {named}" + (f"; and {more} more" if more > 0 else "")
         )

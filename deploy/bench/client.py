@@ -17,6 +17,7 @@ from kvferry.common.http.tls import client_context
 from kvferry.common.options import read_key
 from kvferry.deploy.bench.config import BenchConfig, Target
 from kvferry.deploy.bench.workload import PlannedRequest
+from kvferry.deploy.http_errors import describe_page, refusal, why_no_response
 from kvferry.proxy import sse
 from kvferry.proxy.errors import BadResponse
 
@@ -76,7 +77,9 @@ class BenchClient:
         try:
             models = msgspec.json.decode(page, type=_Models).data
         except NOT_JSON as error:
-            raise BenchFailed(f"{self.target.url} lists no models as OpenAI does: {error}") from error
+            raise BenchFailed(
+                f"{self.target.url} lists no models as OpenAI does, it answered with {describe_page(page)}"
+            ) from error
         if not models:
             raise BenchFailed(f"{self.target.url} serves no model yet")
         self.model = models[0].id
@@ -104,13 +107,14 @@ class BenchClient:
         try:
             async with self._http.post(self._url, json=self._body(request)) as response:
                 if response.status != 200:
-                    seen.failure = f"HTTP {response.status}: {_message(await _bounded(response))}"
+                    page = await _bounded(response)
+                    seen.failure = f"HTTP {response.status}: {_message(page)}"
                 else:
                     await _read_stream(response, seen, sent)
         except TimeoutError:
             seen.failure = f"no end within {self._config.timeout_s:g} s"
         except (aiohttp.ClientError, OSError) as error:
-            seen.failure = f"{type(error).__name__}: {error}"[:MAX_REASON_CHARS]
+            seen.failure = why_no_response(error)
         except (BadResponse, BenchFailed, *NOT_JSON) as error:
             seen.failure = f"the answer cannot be read: {error}"[:MAX_REASON_CHARS]
         seen.end_s = seen.end_s or round(time.perf_counter() - sent, 6)
@@ -138,9 +142,9 @@ class BenchClient:
         except TimeoutError as error:
             raise BenchFailed(f"{url}: no response within {self._config.timeout_s:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
-            raise BenchFailed(f"{url} cannot be reached: {error}") from error
+            raise BenchFailed(f"{url} cannot be reached: {why_no_response(error)}") from error
         if response.status != 200:
-            raise BenchFailed(f"{url} answered {response.status}: {_message(page)}")
+            raise BenchFailed(refusal(url, response.status, page, server="a server of OpenAI's API"))
         return page
 
 

@@ -214,13 +214,13 @@ def parse_config(argv: Sequence[str]) -> BenchConfig:
         if not is_option and ("://" in word or not options_began) and words[-1:] != ["--server"]:
             words.append("--server")
         words.append(word)
-    return parse_flags(BenchConfig, words, prog=PROG, description=DESCRIPTION)
+    return parse_flags(BenchConfig, words, prog=PROG, description=DESCRIPTION, arguments="[SERVER...]")
 
 
 DESCRIPTION = (
     "Send a load to one server of OpenAI's API, or the same load to several in turn, and show times to the "
     "first token (TTFT), per token (TPOT), between events (ITL) and to the end, and goodput: the requests "
-    "per second that keep all objectives. kvferry bench [SERVER...] [OPTIONS]"
+    "per second that keep all objectives."
 )
 
 

@@ -37,19 +37,33 @@ def build_parser() -> CommandParser:
         "clocks agree.",
     )
     parser.add_argument(
-        "--model", help="Only this model: a directory, a bundled one, or one of the Hugging Face cache."
+        "--model",
+        metavar="TEXT",
+        help="Only this model: a directory, a bundled one, or one of the Hugging Face cache.",
     )
     parser.add_argument(
-        "--tp", type=whole_number, default=1, help="Tensor-parallel ranks that serve it (default: 1)."
+        "--tp",
+        type=whole_number,
+        default=1,
+        metavar="N",
+        help="Tensor-parallel ranks that serve it. (default: 1)",
     )
-    parser.add_argument("--proxy", type=server_url, help="Base URL of a proxy, whose agents are checked too.")
     parser.add_argument(
-        "--key", type=key_in_file, help="File that holds the operator's key, if the proxy has one."
+        "--proxy", type=server_url, metavar="URL", help="Base URL of a proxy, whose agents are checked too."
     )
-    parser.add_argument("--ca", type=readable_file, help="PEM file of who signed the servers' certificates.")
+    parser.add_argument(
+        "--key",
+        type=key_in_file,
+        metavar="FILE",
+        help="File that holds the operator's key, if the proxy has one.",
+    )
+    parser.add_argument(
+        "--ca", type=readable_file, metavar="FILE", help="PEM file of who signed the servers' certificates."
+    )
     parser.add_argument(
         "--transfer-options",
         default="",
+        metavar="TEXT",
         help="Options of backends, as an agent takes them: BACKEND.NAME=VALUE with commas between.",
     )
     return parser

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from kvferry.deploy.http_errors import why_no_response
 from kvferry.deploy.status import CALL_TIMEOUT_S, StatusFailed, client_session, fetch_nodes
 from kvferry.proxy.api.openapi import NodeView
 
@@ -60,7 +61,7 @@ async def check_server(http: aiohttp.ClientSession, what: str, url: str) -> Find
             took_ms = 1000 * (time.monotonic() - started)
             date = response.headers.get("Date", "")
     except (aiohttp.ClientError, TimeoutError) as error:
-        return Finding(False, f"{what}: cannot be reached: {error or 'no response in time'}")
+        return Finding(False, f"{what}: cannot be reached: {why_no_response(error)}")
     wrong = clock_error(date, before, time.time())
     return Finding(wrong is None, f"{what}: responds in {took_ms:.0f} ms, {wrong or 'clock agrees'}")
 

@@ -9,7 +9,13 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from kvferry.agent.architectures import architecture_of, is_tested, read_config, unsupported_reason
+from kvferry.agent.architectures import (
+    architecture_of,
+    is_tested,
+    read_config,
+    uneven_reason,
+    unsupported_reason,
+)
 from kvferry.agent.cli import with_model_directory
 from kvferry.agent.config import BUNDLED_MODELS, AgentConfig
 from kvferry.agent.vllm.settings import NotServed, check_version
@@ -82,10 +88,14 @@ def describe_model(name: str, tp: int) -> tuple[bool, str]:
     except (ValueError, OSError) as error:
         return False, f"model: {message_of(error).removeprefix('model: ')}"
     reason = unsupported_reason(config, tp)
-    verdict = "served" if reason is None else f"not supported: {reason}"
-    if reason is None and not is_tested(config):
+    uneven = uneven_reason(config, tp)
+    verdict = f"not supported: {reason}" if reason is not None else uneven or "served"
+    if verdict == "served" and not is_tested(config):
         verdict += " if an agent's self-check passes: no test covers this architecture"
-    return reason is None, f"model: {name}, {architecture_of(config)}, {directory}: {verdict}"
+    return (
+        reason is None and uneven is None,
+        f"model: {name}, {architecture_of(config)}, {directory}: {verdict}",
+    )
 
 
 def installed_vllm() -> str | None:

@@ -17,12 +17,15 @@ DEFAULT_NAMESPACE = "kvferry"
 def add_ray_arguments(parser: ArgumentParser) -> None:
     """Add the options that say which agents are meant."""
     parser.add_argument(
-        "--ray-address", help="HOST:PORT of the Ray cluster's head; the cluster of this host when not given."
+        "--ray-address",
+        metavar="TEXT",
+        help="HOST:PORT of the Ray cluster's head; the cluster of this host when not given.",
     )
     parser.add_argument(
         "--ray-namespace",
         default=DEFAULT_NAMESPACE,
-        help=f"The Ray namespace of the agents (default: {DEFAULT_NAMESPACE}).",
+        metavar="TEXT",
+        help=f"The Ray namespace of the agents. (default: {DEFAULT_NAMESPACE})",
     )
 
 

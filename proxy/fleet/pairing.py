@@ -65,7 +65,8 @@ _NONE: frozenset[int] = frozenset()
 class Kind(NamedTuple):
     """All that decides with whom an agent fits, but for what two agents found in their handshake.
 
-    `routes`: the transfers that it lists; those that work within one host only, with the host.
+    `routes`: the transfers that it lists, as all with our transfer plane do; those that work within one host
+    only, with the host.
     """
 
     terms: Terms
@@ -75,7 +76,7 @@ class Kind(NamedTuple):
     @classmethod
     def of(cls, info: Register) -> Kind:
         routes: frozenset[str | tuple[str, str]] = _ANY_ROUTE
-        if info.dialect == NATIVE_DIALECT:
+        if info.dialect == NATIVE_DIALECT or info.transfers:
             routes = frozenset(
                 (name, info.host_id) if name in ONE_HOST_TRANSFERS else name for name in info.transfers
             )

@@ -95,7 +95,7 @@ async def test_a_script_prints_what_the_page_says(
     script = client.scripts[number]
     expected = printed(script)
     assert expected
-    address = with_tools.url if "bind_tools" in script else cluster.url
+    address = with_tools.url if "tool" in script else cluster.url
     words = ["python", "-c", script]
     if client.name == "java":
         (folder / "Ask.java").write_text(script.replace(PRINTED_ADDRESS, address))

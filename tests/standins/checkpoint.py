@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoint directories without weights: a config and a small tokenizer, enough for the API process."""
+"""Checkpoint directories without a tensor: a config and a small tokenizer, enough for the API process."""
 
 from __future__ import annotations
 
@@ -81,4 +81,12 @@ def write_checkpoint(
     (directory / "config.json").write_text(json.dumps(config))
     settings = {"bos_token": BOS, "eos_token": {"content": EOS}, "chat_template": chat_template}
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    write_weights(directory / "model.safetensors")
     return directory
+
+
+def write_weights(path: Path, num_bytes: int = 0) -> None:
+    """Write a safetensors file with one tensor of so many bytes, or with none."""
+    tensor = {"dtype": "U8", "shape": [num_bytes], "data_offsets": [0, num_bytes]}
+    header = json.dumps({"__metadata__": {"format": "pt"}} | ({"t": tensor} if num_bytes else {})).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(num_bytes))

@@ -61,7 +61,8 @@ async def up(log_dir: Path, *words: str, command: str = "up") -> AsyncIterator[U
     try:
         yield Up(process)
     finally:
-        process.send_signal(signal.SIGINT)
+        if process.returncode is None:
+            process.send_signal(signal.SIGINT)
         await asyncio.wait_for(process.wait(), 30)
     assert process.returncode == 0
 
@@ -170,3 +171,27 @@ async def test_one_agent_serves_alone_and_its_options_come_from_a_file(tmp_path:
         load = ("--concurrency", "2", "--requests", "4", "--prompt-tokens", "40", "--output-tokens", "6")
         figures = await kvferry("bench", f"alone={url}", *load, "--ttft-ms", "60000")
         assert re.search(r"^alone +4 +0 .* 100.0 % ", figures, re.MULTILINE), figures
+
+
+@pytest.mark.timeout(patient(300))
+async def test_ctrl_c_is_acknowledged_at_once_and_a_second_one_obeyed(tmp_path: Path) -> None:
+    """A stream would run for the 3 s that the first one leaves."""
+    async with up(tmp_path, command="serve ferry-tiny") as cluster, session() as http:
+        url = (await cluster.until(r"serving ferry-tiny at (\S+)/v1;", START_TIMEOUT_S))[1]
+        body = {
+            "model": "ferry-tiny",
+            "prompt": "1+1=",
+            "max_tokens": 4000,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        async with http.post(f"{url}/v1/completions", json=body) as answer:
+            await answer.content.readline()
+            children = psutil.Process(cluster.process.pid).children(recursive=True)
+            cluster.process.send_signal(signal.SIGINT)
+            await cluster.until(r"^stopping: what runs has 3 s to finish; Ctrl-C again stops at once$", 2.0)
+            cluster.process.send_signal(signal.SIGINT)
+            await cluster.until(r"^stopping at once$", 2.0)
+            assert await asyncio.wait_for(cluster.process.wait(), patient(2.5)) == 0
+            _, left = psutil.wait_procs(children, timeout=patient(2.0))
+            assert not left

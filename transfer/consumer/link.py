@@ -320,6 +320,7 @@ class Link:
             self._transition(LinkState.READY)
             self._answered_at = time.monotonic()
             self._stop_deadline()
+            _log.info("%r: KV comes over %s", self, self.transfer)
             self._on_ready(self)
             return
         _log.warning("%r: %s does not work between us: %s", self, self.transfer, outcome.reason)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -24,6 +25,8 @@ from kvferry.transfer.producer.lease import CompleteOpen, Denied, Effect, Freed,
 from kvferry.transfer.ranks.group import RankGroup
 from kvferry.transfer.ranks.messages import Serve
 from kvferry.transfer.sampled_tokens import SampledTokens
+
+_log = logging.getLogger(__name__)
 
 _HELLO_S = 15.0
 """Limit for a peer's ranks to connect after its `hello`; until then our ranks poll for them."""
@@ -210,6 +213,12 @@ class Producer:
             self._refuse(caller, *refusal)
             return
         transfer = next(name for name in hello.transfers if name in self._ranks.transfers)
+        if self._config.transfer == "auto" and transfer == "tcp" and hello.host_id != self._config.host_id:
+            _log.warning(
+                "KV goes to another host (agent %s) over tcp, the slowest transfer: no other works on both "
+                "sides; kvferry doctor says why",
+                hello.consumer,
+            )
         self.handshakes += 1
         self._hellos.pop(caller.identity, None)
         self._hellos[caller.identity] = time.monotonic() + _HELLO_S

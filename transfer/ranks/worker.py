@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +30,7 @@ from kvferry.transfer.engine import (
     parse_backend_options,
 )
 from kvferry.transfer.memory import KVPool
+from kvferry.transfer.options import BACKENDS
 from kvferry.transfer.ranks import messages as wire
 from kvferry.transfer.ranks.channel import RankEnd, RankSocket
 from kvferry.transfer.ranks.checksums import RankSums
@@ -50,7 +51,9 @@ class WorkerConnector:
         address: Where this rank listens for the engine process's SchedulerConnector, from `start` on; in a
             private directory.
         pool: This rank's KV pool, allocated and touched.
-        transfer: A backend's name, or auto for every one that works here.
+        transfer: A backend's name, or auto for every one that works here; two agents use the best that
+            both have and that works between them.
+        auto: The backends that auto tries, best first.
         transfer_options: Options of backends, `BACKEND.NAME=VALUE,…`.
         computing: Set by the rank while its model computes, so that a pull may then take less of the device.
     """
@@ -64,13 +67,14 @@ class WorkerConnector:
         transfer: str,
         bind_host: str,
         advertise_host: str,
+        auto: Sequence[str] = tuple(BACKENDS),
         transfer_options: str = "",
         computing: threading.Event | None = None,
     ) -> None:
         self._address = address
         self._rank = rank
         self._pool = pool
-        self._names = candidates(transfer)
+        self._names = candidates(transfer, auto)
         self._options = EngineOptions(
             name=f"{secrets.token_hex(8)}-{rank}",
             bind_host=bind_host,
@@ -131,15 +135,18 @@ class WorkerConnector:
 
     def _open_engines(self) -> dict[str, tuple[TransferEngine, EngineDescription]]:
         engines: dict[str, tuple[TransferEngine, EngineDescription]] = {}
+        left_out = []
         for name in self._names:
             try:
                 engines[name] = self._open_engine(name)
             except BackendUnavailable as error:
                 if self._options.explicit:
                     raise
-                _log.info("transfer backend left out: %s", error)
+                left_out.append(str(error))
         if not engines:
-            raise BackendUnavailable("no transfer backend works here")
+            raise BackendUnavailable(f"no transfer backend works here: {'; '.join(left_out)}")
+        why = f"; left out: {'; '.join(left_out)}" if left_out else ""
+        _log.info("transfer backends, best first: %s%s", ", ".join(engines), why)
         return engines
 
     def _options_of(self, name: str) -> EngineOptions:

@@ -7,7 +7,6 @@ the marks in their chat template say which entry of the table here is theirs.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvferry.agent.api.message.call_syntax import CallSyntax
+from kvferry.agent.checkpoint import BadCheckpoint, read_json
 
 if TYPE_CHECKING:
     from transformers.utils.chat_parsing.response_templates import ResponseTemplate, ResponseTemplateField
@@ -238,16 +238,16 @@ class ResponseForm:
 def read_response_form(directory: Path, chat_template: str) -> ResponseForm | None:
     """Return the form of a checkpoint's answers; None where nothing but text is known of them.
 
-    Raises ValueError, naming the file, for a response template that transformers does not take.
+    Raises `BadCheckpoint`, naming the file, for a response template that transformers does not take.
     """
     path = directory / "tokenizer_config.json"
-    shipped = json.loads(path.read_text()).get("response_template") if path.is_file() else None
+    shipped = read_json(path).get("response_template") if path.is_file() else None
     if shipped is None:
         return known_form(chat_template)
     try:
         return ResponseForm(shipped)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: response_template: {error}") from error
+        raise BadCheckpoint(f"{path}: response_template: {error}") from error
 
 
 def known_form(chat_template: str) -> ResponseForm | None:

@@ -16,6 +16,7 @@ from typing import Any
 from tokenizers import Tokenizer as FastTokenizer
 
 from kvferry.agent.api.text.chat_template import ChatTemplate
+from kvferry.agent.checkpoint import BadCheckpoint, read_json
 from kvferry.common.hashing import Purpose, digest
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -37,7 +38,11 @@ class Tokenizer:
     """One checkpoint's tokenizer. Immutable once loaded, and safe to use from any thread."""
 
     def __init__(self, directory: Path) -> None:
-        self._fast = FastTokenizer.from_file(str(directory / "tokenizer.json"))
+        path = directory / "tokenizer.json"
+        try:
+            self._fast = FastTokenizer.from_file(str(path))
+        except Exception as error:  # the library raises no other class
+            raise BadCheckpoint(f"{path} is no tokenizer: {error}") from error
         self._fast.no_truncation()
         self._fast.no_padding()
         self.fingerprint = _fingerprint(directory)
@@ -185,13 +190,13 @@ def _fingerprint(directory: Path) -> str:
 
 def _vocab_size(directory: Path, fast: FastTokenizer) -> int:
     # The model's own count bounds the ids that it can embed; the tokenizer may know fewer or more.
-    config = json.loads((directory / "config.json").read_text())
+    config = read_json(directory / "config.json")
     return int(config.get("vocab_size") or fast.get_vocab_size())
 
 
 def _chat_template(directory: Path) -> ChatTemplate | None:
     path = directory / "tokenizer_config.json"
-    config = json.loads(path.read_text()) if path.exists() else {}
+    config = read_json(path) if path.exists() else {}
     file = directory / "chat_template.jinja"
     source: Any = file.read_text() if file.exists() else config.get("chat_template")
     if isinstance(source, list):  # several named templates

@@ -7,15 +7,16 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvferry.agent.cli import build_parser, parse_config, run
-from kvferry.agent.config import BUNDLED_MODELS
+from kvferry.agent.config import BUNDLED_MODELS, AgentConfig
 from kvferry.transfer.engine import candidates
-from tests.standins.checkpoint import byte_level_tokenizer, write_checkpoint
+from tests.standins.checkpoint import byte_level_tokenizer, write_checkpoint, write_weights
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +104,7 @@ def test_a_wrong_flag_or_value_is_named(
 
 @pytest.mark.parametrize(("device", "first"), [("cpu", None), ("cuda", 0), ("cuda:3", 3)])
 def test_an_agent_s_ranks_may_begin_at_any_gpu(device: str, first: int | None, model: str) -> None:
-    assert parse_config(["--model", model, "--device", device]).first_gpu == first
+    assert AgentConfig(model=model, device=device).first_gpu == first
 
 
 def test_a_model_that_does_not_exist_is_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -203,12 +204,10 @@ def test_a_model_that_would_be_wrong_ends_the_start_in_one_line(
     directory = write_checkpoint(tmp_path / "m", byte_level_tokenizer())
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, **changes}))
-    assert run(["--model", str(directory), "--port", "0"], "no.such.module") == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.count("\n") == 1
-    assert why in said.err
-    assert "serve it with vLLM" in said.err
+    said = refused(["--model", str(directory), "--port", "0"], capsys)
+    assert said.count("\n") == 1
+    assert why in said
+    assert "serve it with vLLM" in said
 
 
 def test_architectures_that_were_never_split_run_on_one_rank(
@@ -217,8 +216,97 @@ def test_architectures_that_were_never_split_run_on_one_rank(
     directory = write_checkpoint(tmp_path / "m", byte_level_tokenizer())
     for name in ("GPT2LMHeadModel", "OfTheFutureForCausalLM"):
         (directory / "config.json").write_text(json.dumps({"architectures": [name], "vocab_size": 400}))
-        assert run(["--model", str(directory), "--tp", "2"], "no.such.module") == 2
-        assert f"{name} is not supported" in capsys.readouterr().err
+        assert f"{name} is not supported" in refused(["--model", str(directory), "--tp", "2"], capsys)
+
+
+def test_ranks_that_cannot_share_a_model_are_told_how_many_can(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is no fault of the model's: another engine would not do it either."""
+    said = refused(["--model", "ferry-tiny", "--tp", "3"], capsys)
+    assert "Qwen3ForCausalLM: num_attention_heads (8) cannot be split evenly over 3 ranks; " in said
+    assert "--tp may be 1, 2, 4" in said and "vLLM" not in said and said.count("\n") == 1
+
+
+def _shards(directory: Path) -> None:
+    (directory / "model.safetensors").rename(directory / "model-00001-of-00002.safetensors")
+    names = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+
+
+def _replace(name: str, content: bytes) -> Callable[[Path], None]:
+    def spoil(directory: Path) -> None:
+        (directory / name).write_bytes(content)
+
+    return spoil
+
+
+def _cut(num_bytes: int) -> Callable[[Path], None]:
+    def spoil(directory: Path) -> None:
+        path = directory / "model.safetensors"
+        write_weights(path, 5000)
+        path.write_bytes(path.read_bytes()[:num_bytes])
+
+    return spoil
+
+
+@pytest.mark.parametrize(
+    ("spoil", "named", "why"),
+    [
+        (_cut(4000), "model.safetensors", "it has 4000 bytes, and its header says 5"),
+        (_cut(40), "model.safetensors", "it is cut off, or no safetensors file"),
+        (_cut(3), "model.safetensors", "it is cut off, or no safetensors file"),
+        (_cut(0), "model.safetensors", "it is empty"),
+        (_replace("model.safetensors", b"<!DOCTYPE html>" * 99), "model.safetensors", "no safetensors file"),
+        (
+            _replace("model.safetensors", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n"),
+            "model.safetensors",
+            "no safetensors file",
+        ),
+        (lambda at: (at / "model.safetensors").unlink(), "has neither", "model.safetensors.index.json"),
+        (_shards, "model-00002-of-00002.safetensors", "it is missing, and model.safetensors.index.json"),
+        (_replace("model.safetensors.index.json", b'{"weight_map": '), "index.json", "is not JSON"),
+        (_replace("model.safetensors.index.json", b"{}"), "index.json", "names no files"),
+        (_replace("config.json", b'{"a": '), "config.json", "is not JSON"),
+        (_replace("config.json", b""), "config.json", "is empty"),
+        (_replace("config.json", b"[]"), "config.json", "must hold an object"),
+        (_replace("config.json", b"\xff\xfe"), "config.json", "is not JSON"),
+        (_replace("generation_config.json", b"{"), "generation_config.json", "is not JSON"),
+    ],
+)  # fmt: skip
+def test_a_checkpoint_that_is_not_whole_is_named_before_it_is_loaded(
+    spoil: Callable[[Path], None], named: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = write_checkpoint(tmp_path / "m", byte_level_tokenizer())
+    spoil(directory)
+    said = refused(["--model", str(directory)], capsys)
+    assert named in said and why in said and said.count("\n") == 1
+    assert "vLLM" not in said
+    if "safetensors" in named:
+        assert "download the model again" in said
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("content", [b"", b'{"a": '])
+def test_a_tokenizer_that_cannot_be_read_ends_the_start_in_one_line(
+    name: str, content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = write_checkpoint(tmp_path / "m", byte_level_tokenizer())
+    (directory / name).write_bytes(content)
+    assert run(["--model", str(directory), "--port", "0", "--control-port", "0"], "no.such.module") == 1
+    said = capsys.readouterr().err
+    assert f" ERROR api cannot start: {directory / name} is " in said and said.count("\n") == 1
+
+
+def test_a_gpu_that_is_not_there_is_missed_at_once(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for build in ("2.13.0+cpu", "2.13.0+cu130"):
+        monkeypatch.setattr("kvferry.agent.cli.version", lambda _, build=build: build)
+        monkeypatch.setattr("kvferry.agent.cli._GPU_DRIVERS", ("no-such-driver",))
+        said = refused(["--model", model, "--device", "cuda"], capsys)
+        why = f"torch {build} is a build without" if "+cpu" in build else "none of no-such-driver is in /dev"
+        assert "--device cuda: " in said and why in said and said.count("\n") == 1
+    monkeypatch.setattr("kvferry.agent.cli._GPU_DRIVERS", ("null",))
+    assert parse_config(["--model", model, "--device", "cuda:1"]).first_gpu == 1
 
 
 def test_a_generation_config_out_of_range_is_named(

@@ -16,12 +16,18 @@ def test_ipv6_addresses_get_brackets(host: str, formatted: str) -> None:
     assert host_port(host, 80) == formatted
 
 
-@pytest.mark.parametrize("address", ["host:1", "[::1]:65535"])
+@pytest.mark.parametrize("address", ["host:1", "[::1]:65535", "10.0.0.1:80", "a-b.c_d.example.:80"])
 def test_host_and_port_are_valid(address: str) -> None:
     check_host_port("proxy", address)
 
 
-@pytest.mark.parametrize("address", ["host", ":1", "host:", "host:0", "host:65536", "host:-1", "host:x"])
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("host", ":1", "host:", "host:0", "host:65536", "host:-1", "host:x", "host:\u0661"),
+        *("tcp://host:1", "a b:1", "*:1", "[]:1", "[host:1", "a/b:1", "a..b:1"),
+    ],
+)
 def test_anything_else_is_rejected_with_the_settings_name(address: str) -> None:
     with pytest.raises(ValueError, match=r"^proxy must be HOST:PORT"):
         check_host_port("proxy", address)

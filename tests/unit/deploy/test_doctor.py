@@ -22,6 +22,7 @@ from kvferry.proxy.config import ProxyConfig
 from kvferry.transfer.engine import Usability
 from kvferry.transfer.options import BACKENDS
 from kvferry.transfer.rdma_devices import RdmaDevice, RdmaPort
+from tests.standins.checkpoint import write_weights
 
 PORT = RdmaPort(1, "ACTIVE", "Ethernet", "100 Gb/sec")
 VERDICTS = {name: Usability(name == "nixl", "") for name in RDMA_BACKENDS}
@@ -116,6 +117,7 @@ def test_a_model_is_named_with_whether_it_is_served(tmp_path: Path) -> None:
     assert not is_served and "cannot be split evenly over 3 ranks" in line
     for name in ("config.json", "tokenizer.json"):
         (tmp_path / name).write_text('{"architectures": ["MambaForCausalLM"]}')
+    write_weights(tmp_path / "model.safetensors")
     is_served, line = describe_model(str(tmp_path), 1)
     assert not is_served and "not supported: layers that keep a state" in line
     is_served, line = describe_model("no", 1)

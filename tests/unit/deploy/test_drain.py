@@ -102,5 +102,5 @@ async def test_an_agent_of_a_cluster_wants_its_key() -> None:
             await drain(url, None, None, None, TIMEOUT_S)
     assert str(raised.value) == (
         f"{url}/drain answered 401: this agent serves only the proxies of its cluster; "
-        "--cluster-key names the cluster's key file"
+        "--cluster-key names the file with its key"
     )

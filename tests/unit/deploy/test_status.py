@@ -45,6 +45,9 @@ NODES = NodeList(
 )
 
 
+HTML = b"<!DOCTYPE html>\n<html><body>\n<h1>Not here</h1></body></html>\n"
+
+
 @asynccontextmanager
 async def serving(head: bytes, *parts: bytes) -> AsyncIterator[str]:
     """A server that writes one answer in parts, each of them on its way before the next is made."""
@@ -74,8 +77,21 @@ async def test_a_page_that_comes_in_parts_is_read_whole() -> None:
 @pytest.mark.parametrize(
     ("head", "page", "said"),
     [
-        (b"401 Unauthorized", b'{"error": {"message": "no API key"}}', "answered 401: no API key"),
-        (b"200 OK", b"<html>", "is no kvferry proxy"),
+        (
+            b"401 Unauthorized",
+            b'{"error": {"message": "no API key"}}',
+            "401: no API key; --key names the file",
+        ),
+        (b"403 Forbidden", b'{"error": {"message": "not an admin\\n"}}', "answered 403: not an admin$"),
+        (b"404 Not Found", b'{"error": {"message": "no"}}', "404: no; is it a kvferry proxy\\?"),
+        (b"404 Not Found", HTML, "is not a kvferry proxy: it answered 404 with an HTML page$"),
+        (b"405 Not Allowed", b"go\naway", "is not a kvferry proxy: it answered 405 with 'go away'$"),
+        (b"404 Not Found", b"", "is not a kvferry proxy: it answered 404 with an empty page$"),
+        (b"502 Bad Gateway", HTML, "[0-9] answered 502 with an HTML page$"),
+        (b"200 OK", HTML, "is not a kvferry proxy: it answered with an HTML page$"),
+        (b"200 OK", b"\xff\xfe", "is not a kvferry proxy: it answered with"),
+        (b"200 OK", b"[" * 900, "of this version: its list of agents must be an object, not a list$"),
+        (b"200 OK", b"{}", "is not a kvferry proxy of this version: nodes is missing$"),
         (b"200 OK", b" " * 2000, "more than 1000 bytes"),
     ],
 )
@@ -84,8 +100,46 @@ async def test_what_is_no_list_of_agents_is_said(
 ) -> None:
     monkeypatch.setattr(status, "MAX_PAGE_BYTES", 1000)
     async with serving(head, page) as url, aiohttp.ClientSession() as http:
-        with pytest.raises(StatusFailed, match=said):
+        with pytest.raises(StatusFailed, match=said) as raised:
             await fetch_nodes(http, url)
+        assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "sent", "said"),
+    [
+        ("http", b"SSH-2.0-OpenSSH_9.2\r\n", "what it sends is not HTTP"),
+        ("https", b"HTTP/1.1 400 Bad Request\r\n\r\n", "it does not serve https"),
+        ("http", b"", "it closed the connection; does it serve https?"),
+        ("http", None, "Connection refused"),
+        ("https", None, "Connection refused"),
+    ],
+)
+async def test_why_there_is_no_response_is_said_in_plain_words(
+    scheme: str, sent: bytes | None, said: str
+) -> None:
+    """Neither the library's names for it, nor the parts of the URL once more."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write(sent or b"")
+        await reader.read(65_536)
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server, aiohttp.ClientSession() as http:
+        url = f"{scheme}://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        if sent is None:
+            server.close()
+            await server.wait_closed()
+        with pytest.raises(StatusFailed) as raised:
+            await fetch_nodes(http, url)
+    assert str(raised.value) == f"{url} cannot be reached: {said}"
+
+
+async def test_a_host_that_has_no_address_is_said() -> None:
+    async with aiohttp.ClientSession() as http:
+        with pytest.raises(StatusFailed, match=r"no\.invalid:9 cannot be reached: [A-Z][a-z ]+$"):
+            await fetch_nodes(http, "http://no.invalid:9")
 
 
 def test_a_row_says_why_an_agent_is_not_used() -> None:

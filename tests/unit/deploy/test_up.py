@@ -72,7 +72,7 @@ def test_vllm_servers_get_their_options_and_vllm_its_own(
             "float32",
         )
         made = VllmEngineConfig(model="m", role=agent.role, **agent.settings)
-        assert (made.transfer, made.engine_python) == ("tcp", config.engine_python)
+        assert (made.transfer, made.engine_python) == ("auto", config.engine_python)
         assert made.lease_s == (7.0 if agent.role == "decode" else 5.0)
         assert made.log_format == "json"
 
@@ -108,7 +108,7 @@ def test_each_vllm_server_has_gpus_of_its_own_if_there_are_enough(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     agents = servers(python(num_gpus), tp=tp)
     assert [agent.environment for agent in agents] == [{"CUDA_VISIBLE_DEVICES": each} for each in theirs]
-    assert all(agent.settings["transfer"] == "cuda_ipc" for agent in agents)
+    assert all(agent.settings["transfer"] == "auto" for agent in agents)
 
 
 def test_what_vllm_cannot_do_here_is_named(python: Callable[[int], str]) -> None:
@@ -129,7 +129,25 @@ def test_what_vllm_cannot_do_here_is_named(python: Callable[[int], str]) -> None
 
 
 def test_agents_of_ours_have_gpus_of_their_own_if_there_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.agent.cli._why_no_gpu", lambda: None)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     spec = cluster_spec(UpConfig(device="cuda", decode=2), PartOptions("kvferry up", ()))
     devices = [agent.settings["device"] for agent in spec.agents]
     assert devices == ["cuda", "cuda:1", "cuda"]
+
+
+def test_what_our_agents_cannot_do_here_is_named_before_any_is_started(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("kvferry.agent.cli._GPU_DRIVERS", ())
+    for config, said in (
+        (UpConfig(device="cuda"), "kvferry up: --device cuda: "),
+        (
+            UpConfig(tp=3),
+            "kvferry up: Qwen3ForCausalLM: num_attention_heads (8) cannot be split ",
+        ),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            cluster_spec(config, PartOptions("kvferry up", ()))
+        assert stop.value.code == 2
+        assert capsys.readouterr().err.startswith(said)

@@ -18,6 +18,7 @@ from kvferry.transfer.connector import SchedulerConnector
 from kvferry.transfer.ids import new_incarnation, new_transfer_id
 from kvferry.transfer.layout import KVGeometry
 from kvferry.transfer.memory import own_pool
+from kvferry.transfer.options import BACKENDS
 from kvferry.transfer.plane import PlaneConfig, RemotePrompt, one_group
 from kvferry.transfer.ranks.worker import WorkerConnector
 from tests.standins.faults import control, tcp
@@ -36,6 +37,7 @@ class Agent:
         *,
         tp_size: int = 1,
         transfer: str = "tcp",
+        auto: tuple[str, ...] = tuple(BACKENDS),
         tcp_fault: str | None = None,
         control_fault: str | None = None,
         transfer_options: str = "",
@@ -69,6 +71,7 @@ class Agent:
                 rank=rank,
                 pool=own_pool(pool, geometry, tp_size, rank),
                 transfer=transfer,
+                auto=auto,
                 bind_host="127.0.0.1",
                 advertise_host="127.0.0.1",
                 transfer_options=transfer_options,

@@ -876,3 +876,30 @@ async def test_blocks_move_between_pools_on_a_gpu(transfer: str) -> None:
         assert (await decode.event(PullDone)).nbytes == len(OURS) * 4 * GEOMETRY.head_block_bytes
         assert_same_kv(prefill, THEIRS, decode, OURS)
         assert decode.heads(0).equal(before)
+
+
+@pytest.mark.parametrize(
+    ("transfer", "hosts", "warned"),
+    [("auto", ("h", "i"), True), ("auto", ("h", "h"), False), ("tcp", ("h", "i"), False)],
+)
+async def test_tcp_between_two_hosts_is_no_silent_choice(
+    transfer: str, hosts: tuple[str, str], warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "kvferry.transfer")
+    ours, theirs = ({"transfer": transfer, "auto": ("tcp",), "host_id": host} for host in hosts)
+    async with Agent(seed=1, **theirs) as prefill, Agent(seed=2, **ours) as decode:
+        decode.plane.pull(prefill.lend(THEIRS, TOKENS), prefill.remote(TOKENS), one_group(OURS), 10.0)
+        await decode.event(PullDone)
+    warnings = [each.message for each in caplog.records if each.levelname == "WARNING"]
+    assert len(warnings) == int(warned)
+    assert all("over tcp, the slowest transfer" in line for line in warnings)
+    assert caplog.text.count(": KV comes over tcp") == 1
+
+
+async def test_auto_says_what_it_opened_and_why_not_more(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "kvferry.transfer")
+    async with Agent(transfer="auto", auto=("cuda_ipc", "tcp")) as agent:
+        assert agent.plane.transfers == (("tcp",) if "left out" in caplog.text else ("cuda_ipc", "tcp"))
+    (line,) = [each.message for each in caplog.records if "transfer backends, best first: " in each.message]
+    if not torch.cuda.is_available():
+        assert line.startswith("transfer backends, best first: tcp; left out: cuda_ipc: ")

@@ -260,7 +260,11 @@ async def test_a_refusal_is_logged_once_and_nonsense_ends_nothing(caplog: pytest
     assert told[-1] == "registered with p1"
 
 
-async def test_another_cluster_key_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("has_key", [True, False])
+async def test_another_cluster_key_is_logged_and_again_while_it_lasts(
+    has_key: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvferry.agent.announce.status_log.REMINDER_S", 0.3)
     keys = []
     for name in ("proxy.key", "agent.key"):
         assert keygen.main([str(tmp_path / name)]) == 0
@@ -270,10 +274,22 @@ async def test_another_cluster_key_is_logged(tmp_path: Path, caplog: pytest.LogC
     proxy.setsockopt(zmq.CURVE_SERVER, 1)
     proxy.setsockopt(zmq.CURVE_SECRETKEY, keys[0].secret)
     port = proxy.bind_to_random_port("tcp://127.0.0.1")
-    async with announced(lambda _: [f"127.0.0.1:{port}"], keys[1]), asyncio.timeout(DEADLINE_S):
-        while f"proxy 127.0.0.1:{port}: unreachable, or it has another cluster key" not in caplog.text:
+    said = "another cluster key" if has_key else "a cluster key, and this agent has none"
+    key = keys[1] if has_key else None
+    async with announced(lambda _: [f"127.0.0.1:{port}"], key), asyncio.timeout(DEADLINE_S):
+        while caplog.text.count(f"proxy 127.0.0.1:{port}: unreachable, or it has {said}") < 3:
             await asyncio.sleep(0.01)
     context.destroy(linger=0)
+
+
+async def test_a_warning_that_lasts_is_not_logged_with_every_ping(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with announced(lambda _: ["127.0.0.1:9"]), asyncio.timeout(DEADLINE_S):
+        while "unreachable" not in caplog.text:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(3 * PING_INTERVAL_S)
+    assert caplog.text.count("unreachable") == 1
 
 
 def test_the_host_id_is_the_same_for_all_processes_of_a_boot() -> None:

@@ -47,7 +47,11 @@ def test_a_name_has_a_port_or_the_usual_one(words: str, name: str, port: int) ->
 
 
 @pytest.mark.parametrize(
-    "words", ["dns:", "dns::7", "dns:p:", "dns:p:0", "dns:a b", "dns:::1", "dns:a..b", "p"]
+    "words",
+    [
+        *("dns:", "dns::7", "dns:p:", "dns:p:0", "dns:a b", "dns:::1", "dns:a..b", "p"),
+        *("http://h:10001", "https://h", "tcp://h:36367", "tcp://[::1]:36367", "dns://h:7", "a b:7"),
+    ],
 )
 def test_what_is_no_name_is_refused(words: str) -> None:
     with pytest.raises(ValueError, match=r"^proxy must be"):
@@ -99,6 +103,19 @@ def test_an_address_is_left_with_the_second_lookup_that_lacks_it(caplog: pytest.
     lookup.look()  # the one that is under way
     assert [each.message for each in caplog.records].count("dns:p:7 cannot be looked up: no resolver") == 1
     assert 2 * LOOKUP_INTERVAL_S < 5, "what docs/two-proxies.md promises"
+
+
+def test_a_name_that_still_cannot_be_looked_up_is_logged_again(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvferry.agent.announce.status_log.REMINDER_S", 0.0)
+    lookup = Names()
+    lookup.answer = OSError("no resolver")
+    name = ProxyName("dns:p:7", lookup=lookup, interval_s=0.0)
+    lookup.look(3)
+    until(lambda: caplog.text.count("dns:p:7 cannot be looked up: no resolver") == 3)
+    name.close()
+    lookup.look()
 
 
 class Listener:

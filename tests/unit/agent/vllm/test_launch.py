@@ -140,6 +140,7 @@ async def test_it_starts_vllm_with_the_connector_passes_flags_on_and_ends_with_i
         told = of_transfer(argv)
         assert (told["kv_connector"], told["kv_role"]) == ("KvferryConnector", "kv_producer")
         assert told["kv_connector_extra_config"]["proxy"] == ["127.0.0.1:9"]
+        assert told["kv_connector_extra_config"]["transfer"] == "auto"
         agent.process.send_signal(signal.SIGTERM)
         assert await agent.ended() == 0
         for each in (pid, child):

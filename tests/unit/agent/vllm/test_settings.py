@@ -18,6 +18,7 @@ def vllm_config(**changes: Any) -> Any:
         "parallel_config": {
             "pipeline_parallel_size": 1,
             "data_parallel_size": 1,
+            "data_parallel_index": 0,
             "decode_context_parallel_size": 1,
             "prefill_context_parallel_size": 1,
             "nnodes": 1,
@@ -25,6 +26,7 @@ def vllm_config(**changes: Any) -> Any:
         },
         "model_config": {"model": "m", "enable_sleep_mode": False, "use_mla": False, "is_hybrid": False},
         "cache_config": {"cache_dtype": "auto", "calculate_kv_scales": False},
+        "kv_transfer_config": {"engine_id": "b1c2_dp0_a"},
     }
     config = SimpleNamespace(**{name: SimpleNamespace(**fields) for name, fields in parts.items()})
     config.speculative_config = changes.pop("speculative_config", None)
@@ -43,6 +45,10 @@ def test_what_is_served_passes(version: str) -> None:
     ("changes", "named"),
     [
         ({"data_parallel_size": 2}, "data_parallel_size"),
+        # A dense model's, whose engines have data_parallel_size 1: the second, and each by its engine_id.
+        ({"data_parallel_index": 1}, "data_parallel_size must be 1: this is engine 1"),
+        ({"engine_id": "a_dp0"}, "data_parallel_size must be 1: .*engine_id a_dp0"),
+        ({"data_parallel_index": 12, "engine_id": "a_dp12"}, "data_parallel_size must be 1"),
         ({"decode_context_parallel_size": 2}, "decode_context_parallel_size"),
         ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size"),
         ({"nnodes": 2}, "nnodes"),

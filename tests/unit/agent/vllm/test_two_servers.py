@@ -21,6 +21,7 @@ from kvferry.agent.vllm.kv_groups import RankShape, groups_of
 from kvferry.agent.vllm.settings import read_settings
 from kvferry.agent.vllm.startup import start_connector_scheduler
 from kvferry.proxy.wire.registration import Role
+from kvferry.transfer.engine import usable
 from kvferry.transfer.layout import split_heads
 from tests.patience import patient
 from tests.standins.vllm_scheduler import Status, VllmRequest, VllmScheduler, prompt
@@ -93,9 +94,10 @@ class Server:
         tp_size: int,
         seed: int,
         stages: int = 1,
+        transfer: str = "tcp",
         **changes: Any,
     ) -> None:
-        settings = read_settings({"control_port": 0, "lease_s": 1.0})
+        settings = read_settings({"control_port": 0, "lease_s": 1.0, "transfer": transfer})
         heads = len(split_heads(HEADS, tp_size, 0))
         make = hybrid_caches if order == "hybrid" else caches
         self.caches = [make(order, heads, seed + rank) for rank in range(tp_size)]
@@ -155,13 +157,16 @@ def pair(
     orders: tuple[str, str] = ("LBHNC", "LBHNC"),
     tp_sizes: tuple[int, int] = (1, 1),
     stages: tuple[int, int] = (1, 1),
+    transfers: tuple[str, str] = ("tcp", "tcp"),
     **changes: Any,
 ) -> Iterator[tuple[Server, Server]]:
     with ExitStack() as stack:
         producer, consumer = (
-            Server(stack, role, order=order, tp_size=tp_size, seed=seed, stages=count, **more)
-            for role, order, tp_size, seed, count, more in zip(
-                ("prefill", "decode"), orders, tp_sizes, (1, 9), stages, ({}, changes), strict=True
+            Server(
+                stack, role, order=order, tp_size=tp_size, seed=seed, stages=count, transfer=transfer, **more
+            )
+            for role, order, tp_size, seed, count, transfer, more in zip(
+                ("prefill", "decode"), orders, tp_sizes, (1, 9), stages, transfers, ({}, changes), strict=True
             )
         )
         yield producer, consumer
@@ -236,6 +241,44 @@ def test_another_models_kv_is_refused() -> None:
         consumer.until(lambda: request.status is Status.RUNNING)
         assert consumer.vllm.computed == {"d": 0}
         assert consumer.scheduler.take_figures() == {"failed_transfers:refused": 1, "recomputed": 1}
+
+
+def best(transfer: str) -> str:
+    """What stands for auto on a machine without GPUs."""
+    return transfer if transfer != "auto" else "nixl" if usable("nixl").ok else "tcp"
+
+
+@pytest.mark.parametrize("transfers", [("auto", "auto"), ("auto", "tcp"), ("tcp", "auto")], ids="-".join)
+def test_two_servers_use_the_best_transfer_that_both_have(
+    transfers: tuple[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Auto is what a server has that is told nothing; it says what it opened, and why not others."""
+    assert read_settings({}).transfer == "auto"
+    caplog.set_level("INFO", "kvferry")
+    with pair(transfers=transfers) as (producer, consumer):
+        lent, theirs = lend(producer)
+        request = consumer.vllm.add(VllmRequest("d", prompt(LENGTH), lent.params))
+        consumer.until(lambda: request.status is Status.RUNNING)
+        assert torch.equal(consumer.kv(request.blocks), producer.kv(theirs))
+        opened = {"auto": ("nixl", "tcp") if best("auto") == "nixl" else ("tcp",), "tcp": ("tcp",)}
+        assert producer.plane.transfers == opened[transfers[0]]
+    used = "tcp" if "tcp" in transfers else best("auto")
+    assert [each.message for each in caplog.records if each.message.endswith(f": KV comes over {used}")]
+    assert "another host" not in caplog.text
+    said = [each.message for each in caplog.records if each.message.startswith("transfer backends, best")]
+    assert len(said) == 2 and all("cuda_ipc: " in line for line in said if "tcp; left" in line)
+    assert "nccl" not in " ".join(said), "it was not tried in vLLM"
+
+
+def test_servers_without_a_transfer_in_common_exchange_nothing() -> None:
+    if not usable("nixl").ok:
+        pytest.skip("nixl is not installed")
+    with pair(transfers=("nixl", "tcp")) as (producer, consumer):
+        lent, _ = lend(producer)
+        request = consumer.vllm.add(VllmRequest("d", prompt(LENGTH), lent.params))
+        consumer.until(lambda: request.status is Status.RUNNING)
+        figures = consumer.scheduler.take_figures()
+        assert not figures.get("transfers") and any(name.startswith("failed_transfers:") for name in figures)
 
 
 @pytest.mark.parametrize("order", ["LBNHC", "BLNHC"])

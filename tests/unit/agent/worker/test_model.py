@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from kvferry.agent.architectures import TESTED, UnsupportedModel
+from kvferry.agent.checkpoint import BadCheckpoint
 from kvferry.agent.messages.requests import SamplingParams
 from kvferry.agent.messages.steps import Chunk, SampleOutput, SamplingRow, SamplingSetup, Step
 from kvferry.agent.worker.attention import PagedBatch
@@ -248,7 +249,7 @@ def test_an_architecture_that_was_never_split_is_not_split() -> None:
 
 
 def test_heads_that_do_not_divide_are_refused_by_name() -> None:
-    with pytest.raises(UnsupportedModel, match="num_attention_heads"):
+    with pytest.raises(ValueError, match=r"num_attention_heads .* --tp may be 1, 2$"):
         check_supported(CONFIGS["LlamaForCausalLM"], Group(0, 3))
 
 
@@ -270,6 +271,36 @@ def test_a_tensor_that_no_parameter_takes_ends_the_start(
     weights["model.layers.0.mlp.down_proj.weight_scale_inv"] = torch.ones(1)
     save_file(weights, tmp_path / "model.safetensors")
     with pytest.raises(UnsupportedModel, match=r"no parameter .*weight_scale_inv"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "named"),
+    [
+        (
+            lambda weights: weights.pop("model.norm.weight"),
+            "the checkpoint has no parameter model.norm.weight",
+        ),
+        (
+            lambda weights: weights.update({"model.norm.weight": torch.ones(3)}),
+            r"model.norm.weight has shape \[3\], the model expects",
+        ),
+    ],
+)
+def test_a_tensor_that_lacks_or_has_another_shape_is_named(
+    spoil: Callable[[dict[str, torch.Tensor]], object],
+    named: str,
+    checkpoints: dict[str, Path],
+    tmp_path: Path,
+) -> None:
+    """The checkpoint is not whole; another engine would not load it either."""
+    path = checkpoints["Qwen3ForCausalLM"]
+    for file in path.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = load_file(tmp_path / "model.safetensors")
+    spoil(weights)
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(BadCheckpoint, match=named):
         load_model(tmp_path)
 
 

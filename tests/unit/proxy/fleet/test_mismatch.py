@@ -35,10 +35,12 @@ def test_a_mismatch_is_found_and_named(fields: dict[str, Any], why: Mismatch | N
     assert mismatch(registration("prefill", 1), registration("decode", 2, **fields)) is why
 
 
-def test_cuda_ipc_works_only_within_one_host() -> None:
-    prefill = registration("prefill", 1, transfers=("cuda_ipc", "tcp"))
-    near = registration("decode", 2, transfers=("cuda_ipc",))
-    far = registration("decode", 2, transfers=("cuda_ipc",), host_id="elsewhere")
+@pytest.mark.parametrize("dialect", ["native", "vllm-kvferry"])
+def test_cuda_ipc_works_only_within_one_host(dialect: str) -> None:
+    """Of vLLM's servers too, which list what our plane has opened in them."""
+    prefill = registration("prefill", 1, transfers=("cuda_ipc", "tcp"), dialect=dialect)
+    near = registration("decode", 2, transfers=("cuda_ipc",), dialect=dialect)
+    far = registration("decode", 2, transfers=("cuda_ipc",), host_id="elsewhere", dialect=dialect)
     assert mismatch(prefill, near) is None
     assert mismatch(prefill, far) is Mismatch.TRANSFER
 
