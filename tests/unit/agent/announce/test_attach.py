@@ -131,7 +131,7 @@ async def test_it_ends_once_nobody_needs_the_server(asked: str) -> None:
             await until(lambda: nodes(proxy))
             [node] = nodes(proxy)
             if asked == "through a proxy":
-                assert proxy.fleet.end(node.incarnation)
+                assert proxy.fleet.drain(node.incarnation)
             else:
                 child.send_signal(signal.SIGTERM)
             await until(lambda: nodes(proxy)[0].info.state == "draining")

@@ -89,7 +89,7 @@ async def test_a_drain_is_announced_and_is_over_when_nobody_needs_the_server(
         await until(lambda: nodes(proxy))
         await connected.wait()
         if asked == "by a proxy":
-            assert proxy.fleet.end(Incarnation("i"))
+            assert proxy.fleet.drain(Incarnation("i"))
         else:
             writers[0].write(DRAIN)
         await until(lambda: nodes(proxy)[0].info.state == "draining")
@@ -113,7 +113,7 @@ async def test_a_server_that_nobody_ends_goes_on_when_it_has_drained() -> None:
         announcement = Announcement(SERVER, work, lambda: 8, proxies=proxies)
         running = tasks.create_task(announcement.run(cast(Any, work)))
         await until(lambda: nodes(proxy))
-        assert proxy.fleet.end(Incarnation("i"))
+        assert proxy.fleet.drain(Incarnation("i"))
         await until(lambda: nodes(proxy)[0].info.state == "draining")
         await asyncio.sleep(1.5)  # for two more pings
         assert nodes(proxy)[0].info.state == "draining"

@@ -75,15 +75,17 @@ async def check_served(stage: Stage, dialect: str, make_ping: Any, **settings: A
     assert not fabric.wrongs
 
 
-async def test_atoms_that_ping_are_asked_for_their_model_and_served_through(stage: Stage) -> None:
+async def test_atoms_that_ping_are_asked_for_their_model_and_served_through(start_stage: StartStage) -> None:
     """R22: the documented ping is enough. Until the model is known, nothing is routed to them."""
-    await check_served(stage, "atom", atom_ping, head=False)
+    await check_served(await start_stage(decode_only_fallback=False), "atom", atom_ping, head=False)
 
 
 async def test_moriio_servers_that_ping_are_asked_for_their_model_and_served_through(
     start_stage: StartStage,
 ) -> None:
-    await check_served(await start_stage(moriio_lease_s=60.0), "vllm-moriio", moriio_ping)
+    await check_served(
+        await start_stage(moriio_lease_s=60.0, decode_only_fallback=False), "vllm-moriio", moriio_ping
+    )
 
 
 async def test_a_server_that_answers_nothing_is_never_ready(

@@ -185,7 +185,7 @@ async def test_an_agents_history_is_that_of_the_process_that_hears_its_pings(off
         page = await process.worker.agent(DECODE_ID)
         shown = msgspec.json.decode(page.body)
         assert (page.status, shown["incarnation"]) == (200, DECODE_ID)
-        assert shown["charts"]["running"][-1] is not None
+        assert any(point is not None for point in shown["charts"]["running"])
         assert (await process.worker.agent(Incarnation("nobody"))).status == 404
 
 
