@@ -228,8 +228,11 @@ def bodies(*, logprobs: bool) -> list[dict[str, Any]]:
         body("", chat=False) | {"prompt": prompt_ids(length)} for length in LENGTHS
     ]
     prompts += [body(prompt.prompt, chat=True) for prompt in heldout(CHATS)]
+    # An answer that its first token ends is not handed over.
     return [
-        {key: value for key, value in each.items() if logprobs or "logprobs" not in key} for each in prompts
+        {key: value for key, value in each.items() if logprobs or "logprobs" not in key}
+        | {"ignore_eos": True}
+        for each in prompts
     ]
 
 
