@@ -181,7 +181,8 @@ class Fleet:
     async def start_proxies(self) -> None:
         for key in PAIRS:
             argv = ("-m", "kvferry.proxy", "--port", "0", "--discovery-port", "0")
-            self._proxies[key] = await self._start(f"proxy-{pair_name(key)}", *argv)
+            pairs = ("--decode-only-fallback", "false")  # so that it is ready with a pair, and not before
+            self._proxies[key] = await self._start(f"proxy-{pair_name(key)}", *argv, *pairs)
 
     async def pair(self, key: PairKey) -> Pair:
         (prefill_tp, decode_tp), backend = key
