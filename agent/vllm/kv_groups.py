@@ -135,6 +135,8 @@ def layer_caches(group: Any, caches: Mapping[str, torch.Tensor], shape: RankShap
 
 
 def _layer_cache(name: str, cache: torch.Tensor, spec: Any, shape: RankShape) -> LayerCache:
+    if cache.dim() == 3:  # a latent, before vLLM 0.29: [block, token, content]
+        cache = cache.unsqueeze(1)
     blocks, rest = divmod(cache.shape[0], shape.num_blocks)
     if rest or not blocks or cache.dim() not in (4, 5):
         raise NotServed(
