@@ -42,6 +42,7 @@ NOT_COUNTED = {
     "kvferry_agent_recomputes_total",
     "kvferry_proxy_agents_lost_total",
     "kvferry_proxy_bad_pings_total",
+    "kvferry_proxy_decode_only_requests_total",
     "kvferry_proxy_drops_total",
     "kvferry_proxy_leases_judged_total",
     "kvferry_proxy_migrations_total",

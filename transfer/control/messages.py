@@ -22,7 +22,7 @@ from kvferry.transfer.layout import MAX_GROUPS, MAX_REGIONS, KVGeometry, Placeme
 from kvferry.transfer.plane import MAX_LOAN_BLOCKS
 from kvferry.transfer.sampled_tokens import SampledTokens
 
-VERSIONS = (1, 1)
+VERSIONS = (2, 2)
 """The lowest and the highest version that is spoken here. What ranks send each other counts too: a backend's
 frames change with a version of this.
 """
