@@ -177,7 +177,7 @@ async def running_proxy(
         transfers,
         agents,
         discovery.down,
-        lambda: proxy_facts(config, discovery.port),
+        proxy_facts(config, lambda: discovery.port),
     )
     metrics.add_collector(FleetCollector(fleet.registry.snapshot, fleet.registry.lost, discovery.down))
     metrics.add_collector(AgentCollector(fleet))

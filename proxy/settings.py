@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 
 from kvferry.common.addresses import WILDCARDS, host_port
@@ -75,16 +75,16 @@ def metrics_of(config: ProxyConfig) -> Metrics:
     return Metrics(ttft_objective_s=config.ttft_objective_s, tpot_objective_s=config.tpot_objective_s)
 
 
-def proxy_facts(config: ProxyConfig, discovery_port: int) -> ProxyFacts:
-    """Return what the operator's page shows of this proxy."""
-    return ProxyFacts(
+def proxy_facts(config: ProxyConfig, discovery_port: Callable[[], int]) -> Callable[[], ProxyFacts]:
+    """Return what gives the facts about this proxy for the operator's page, which asks every second."""
+    facts = ProxyFacts(
         cluster_name=config.cluster_name,
         machine=socket.gethostname(),
         version=version("kvferry"),
         discovery_host="" if config.host in WILDCARDS else config.host,
-        discovery_port=discovery_port,
         has_cluster_key=config.cluster_key is not None,
     )
+    return lambda: replace(facts, discovery_port=discovery_port())
 
 
 def fleet_settings(config: ProxyConfig) -> FleetSettings:

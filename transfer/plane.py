@@ -51,6 +51,11 @@ class BlockRun:
         return self.first + len(self.ids)
 
 
+def all_blocks(runs: Sequence[BlockRun]) -> tuple[int, ...]:
+    """The blocks of all groups, one group after the other."""
+    return tuple(block for run in runs for block in run.ids)
+
+
 def one_group(block_ids: Sequence[int], first: int = 0) -> tuple[BlockRun]:
     """A prompt's blocks from position `first` on, at an engine with one group."""
     return (BlockRun(first, tuple(block_ids[first:])),)

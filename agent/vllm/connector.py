@@ -159,7 +159,7 @@ class KvferryConnector(base.KVConnectorBase_V1, *_SEVERAL_GROUPS):  # type: igno
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         missing = [
-            [None if each.is_null or each.block_hash is not None else each.block_id for each in group]
+            [0 if each.is_null or each.block_hash is not None else each.block_id for each in group]
             for group in blocks.blocks
         ]
         self._started.update_state_after_alloc(request, missing, num_external_tokens)

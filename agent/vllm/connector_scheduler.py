@@ -22,7 +22,7 @@ import numpy as np
 
 from kvferry.agent.announce.work_counts import WorkCounts
 from kvferry.agent.vllm.identity import adapter_of
-from kvferry.agent.vllm.kv_groups import KvGroup
+from kvferry.agent.vllm.kv_groups import KvGroup, runs_of
 from kvferry.agent.vllm.params import (
     BadParams,
     DropPrompt,
@@ -38,7 +38,7 @@ from kvferry.common.hashing import Purpose, digest
 from kvferry.common.state_machine import transition, transitions
 from kvferry.proxy.wire.registration import Capacity, WorkReport
 from kvferry.transfer.events import NO_FAULT, WITHDRAWN, LeaseEnded, PullDone, PullFailed, PullQuiescent
-from kvferry.transfer.plane import BlockRun, RemotePrompt
+from kvferry.transfer.plane import BlockRun, RemotePrompt, all_blocks
 
 _COMPUTED = frozenset({"FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"})
 """vLLM's names of how a request ends whose prompt was computed."""
@@ -308,12 +308,12 @@ class KvferryConnectorScheduler:
         return self._keeps_all or task.remote_num_tokens < len(request.prompt_token_ids)
 
     def update_state_after_alloc(
-        self, request: Any, blocks: Sequence[Sequence[int | None]], num_external: int
+        self, request: Any, blocks: Sequence[Sequence[int]], num_external: int
     ) -> None:
         """Blocks were allocated: begin the pull, or note that the request runs.
 
         Args:
-            blocks: All of the request's by group; None for those that hold what others may read, or nothing.
+            blocks: All of the request's by group; 0 for those that hold what others may read, or nothing.
         """
         fetch = self._fetch_of(request.request_id)
         if fetch is None or fetch.owner != request.request_id:
@@ -327,16 +327,15 @@ class KvferryConnectorScheduler:
         if fetch.state is not FetchState.HELD:
             raise RuntimeError(f"{request.request_id}: blocks for a fetch that is {fetch.state.value}")
         num_tokens = fetch.task.remote_num_tokens
-        runs = [group.missing(each, num_tokens) for group, each in zip(self._groups, blocks, strict=True)]
-        known = [run for run in runs if run is not None]
+        runs = runs_of(self._groups, blocks, num_tokens)
         fetch.transition(FetchState.PULLING)
-        if len(known) < len(runs):
+        if runs is None:
             self._plane.cancel(fetch.task.transfer_id)
             self._fail_pull(fetch, "mismatch")
             return
-        fetch.blocks = tuple(block for run in known for block in run.ids)
+        fetch.blocks = all_blocks(runs)
         ids_hash = prompt_hash(request, num_tokens)
-        self._plane.pull(fetch.task.transfer_id, fetch.task.source, known, self._pull_timeout_s, ids_hash)
+        self._plane.pull(fetch.task.transfer_id, fetch.task.source, runs, self._pull_timeout_s, ids_hash)
 
     def scheduled(self, tokens: Mapping[str, int]) -> None:
         """Take the step that has just been scheduled: how many tokens of each request are in it."""
@@ -400,9 +399,8 @@ class KvferryConnectorScheduler:
         if lent is not None:
             return False, lent.params
         num_tokens = len(request.prompt_token_ids)
-        runs = [group.leased(ids, num_tokens) for group, ids in zip(self._groups, block_ids, strict=True)]
-        known = [run for run in runs if run is not None]
-        if len(known) < len(runs) or not (self._keeps_all or request.num_computed_tokens == num_tokens):
+        runs = runs_of(self._groups, block_ids, num_tokens)
+        if runs is None or not (self._keeps_all or request.num_computed_tokens == num_tokens):
             self._figures["not_lent"] += 1
             return False, None
         params = lent_params(
@@ -414,11 +412,11 @@ class KvferryConnectorScheduler:
             tp_size=self._tp_size,
             continuable=self._is_continuable(request),
         )
-        blocks = tuple(block for run in known for block in run.ids)
+        blocks = all_blocks(runs)
         self._lent[task.transfer_id] = _Lent(request.request_id, blocks, params)
         self._leases_of.update(blocks)
         ids_hash = prompt_hash(request, num_tokens)
-        self._plane.register_lease(task.transfer_id, known, num_tokens, ids_hash, self._lease_limit_s)
+        self._plane.register_lease(task.transfer_id, runs, num_tokens, ids_hash, self._lease_limit_s)
         return True, params
 
     def _is_continuable(self, request: Any) -> bool:

@@ -50,17 +50,14 @@ class KvGroup:
     """
 
     block_size: int
-    keeps_all: bool = True
+    keeps_all: bool
 
     def end(self, num_tokens: int) -> int:
         """The position after the last block of so many tokens."""
         return -(-num_tokens // self.block_size)
 
-    def leased(self, block_ids: Sequence[int], num_tokens: int) -> BlockRun | None:
-        """The blocks that a prompt of so many tokens keeps; vLLM has 0 for those that it has freed.
-
-        None if one is missing in between.
-        """
+    def run(self, block_ids: Sequence[int], num_tokens: int) -> BlockRun | None:
+        """A prompt's blocks to its end, from the first one that is not 0; None if one is 0 in between."""
         end = self.end(num_tokens)
         kept = [position for position, block in enumerate(block_ids[:end]) if block]
         first = kept[0] if kept else end
@@ -68,13 +65,18 @@ class KvGroup:
             return None
         return BlockRun(first, tuple(block_ids[first:end]))
 
-    def missing(self, blocks: Sequence[int | None], num_tokens: int) -> BlockRun | None:
-        """The blocks to be pulled into for so many tokens; None stands for one that is not, be it cached or
-        not kept.
 
-        None if one is missing in between.
-        """
-        return self.leased([block or 0 for block in blocks], num_tokens)
+def runs_of(
+    groups: Sequence[KvGroup], block_ids: Sequence[Sequence[int]], num_tokens: int
+) -> list[BlockRun] | None:
+    """The blocks of a prompt of so many tokens, a run for each group; None if there is a hole in any."""
+    runs = []
+    for group, ids in zip(groups, block_ids, strict=True):
+        run = group.run(ids, num_tokens)
+        if run is None:
+            return None
+        runs.append(run)
+    return runs
 
 
 def groups_of(kv_cache_config: Any) -> tuple[KvGroup, ...]:

@@ -156,7 +156,7 @@ async def running_workers(
             discovery.down,
             clock,
             clock() + settle_s,
-            lambda: proxy_facts(config, discovery.port),
+            proxy_facts(config, lambda: discovery.port),
         )
         async with (
             discovery.running(supervisor.in_flight) as discovery_port,
@@ -198,6 +198,7 @@ class Supervisor:
         self._metrics = metrics
         self._down = down
         self._facts = facts
+        self._not_served = fleet_settings(config).not_served
         self._clock = clock
         self._workers: set[WorkerSession] = set()
         self._num_listening = asyncio.Semaphore(0)
@@ -420,7 +421,7 @@ class Supervisor:
             nodes.append(_merged(node, statuses))
         return FleetView(
             snapshot=snapshot.altered(nodes),
-            not_served=fleet_settings(self._config).not_served,
+            not_served=self._not_served,
             in_flight=lambda agent: in_flight[agent],
             down=self._down(),
             events=self._events,

@@ -194,7 +194,7 @@ class VllmScheduler:
             ]
         missing = [
             [
-                block if block and at >= request.cached // spec.block_size else None
+                block if block and at >= request.cached // spec.block_size else 0
                 for at, block in enumerate(group)
             ]
             for group, spec in zip(request.groups, self._specs, strict=True)

@@ -11,7 +11,7 @@ import asyncio
 import enum
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,7 +25,7 @@ from kvferry.transfer.control import messages as wire
 from kvferry.transfer.control.endpoints import ControlClient
 from kvferry.transfer.control.messages import VERSIONS, Grant
 from kvferry.transfer.ids import TransferId
-from kvferry.transfer.layout import ReadPlan, num_columns, pair_blocks, plan_reads, source_columns
+from kvferry.transfer.layout import BlockPairs, ReadPlan, num_columns, pair_blocks, plan_reads, source_columns
 from kvferry.transfer.net import resolve
 from kvferry.transfer.plane import PlaneConfig, RemotePrompt
 from kvferry.transfer.ranks.aggregate import Outcome
@@ -280,15 +280,7 @@ class Link:
                 link=self.number,
                 transfer_id=transfer_id,
                 seq=seq,
-                spans={
-                    remote_rank: pack_spans(tables)
-                    for remote_rank, templates in plan.items()
-                    if (
-                        tables := [
-                            templates[group].spans(blocks[group]) for group in templates.keys() & blocks
-                        ]
-                    )
-                },
+                spans=_spans(plan, blocks),
                 timeout_s=timeout_s,
             )
             for plan in self._plans
@@ -428,6 +420,16 @@ class Link:
 
     def _transition(self, to: LinkState) -> None:
         self.state = transition(f"link {self.number}", LINK_TRANSITIONS, self.state, to)
+
+
+def _spans(plan: ReadPlan, blocks: Mapping[int, BlockPairs]) -> dict[int, bytes]:
+    """What a rank reads of some blocks by group, by the producer's rank."""
+    spans = {}
+    for remote_rank, templates in plan.items():
+        tables = [each.spans(blocks[group]) for group, each in templates.items() if group in blocks]
+        if tables:
+            spans[remote_rank] = pack_spans(tables)
+    return spans
 
 
 def _ignore(response: wire.Response | None) -> None:

@@ -16,7 +16,7 @@ from kvferry.common.state_machine import transition, transitions
 from kvferry.transfer.control.messages import Grant, Groups
 from kvferry.transfer.events import PullDone, PullFailed, PullQuiescent, RankRead
 from kvferry.transfer.ids import TransferId
-from kvferry.transfer.plane import BlockRun, one_group
+from kvferry.transfer.plane import BlockRun, all_blocks, one_group
 from kvferry.transfer.ranks.aggregate import Outcome
 from kvferry.transfer.ranks.messages import CancelRead
 from kvferry.transfer.sampled_tokens import SampledTokens
@@ -442,7 +442,7 @@ class Pull:
         if not self._checksums:
             return self._release()
         self._transition(PullState.VERIFYING)
-        return [Verify(tuple(block for run in self._runs for block in run.ids), self._checksums)]
+        return [Verify(all_blocks(self._runs), self._checksums)]
 
     def _release(self) -> list[Effect]:
         self._transition(PullState.RELEASING)

@@ -19,7 +19,7 @@ from kvferry.common.state_machine import transition, transitions
 from kvferry.transfer.control.messages import MAX_BLOCKS, GoneReason, Grant, Groups
 from kvferry.transfer.events import LeaseEndCause
 from kvferry.transfer.ids import DuplicateTransfer, Incarnation, TransferId
-from kvferry.transfer.plane import MAX_STAGED, BlockRun, one_group
+from kvferry.transfer.plane import MAX_STAGED, BlockRun, all_blocks, one_group
 from kvferry.transfer.sampled_tokens import SampledTokens
 
 MAX_ENDED = 8192
@@ -234,7 +234,7 @@ class LeaseTable:
             lease.transition(LeaseState.FILLING)
             self._num_staged -= 1
             lease.deadline = lease.limit = limit
-        lease.block_ids = tuple(block for run in runs for block in run.ids)
+        lease.block_ids = all_blocks(runs)
         if len(runs) > 1 or runs[0].first:
             lease.groups = tuple((run.first, len(run.ids)) for run in runs)
         lease.num_tokens = num_tokens

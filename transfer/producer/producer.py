@@ -19,7 +19,7 @@ from kvferry.transfer.control.endpoints import Caller, ControlServer
 from kvferry.transfer.events import LeaseEnded, LoanRequested
 from kvferry.transfer.ids import DuplicateTransfer, Incarnation, TransferId
 from kvferry.transfer.layout import differences, num_columns
-from kvferry.transfer.plane import MAX_LOAN_S, BlockRun, PlaneConfig
+from kvferry.transfer.plane import MAX_LOAN_S, BlockRun, PlaneConfig, all_blocks
 from kvferry.transfer.producer.checksum_publisher import ChecksumPublisher
 from kvferry.transfer.producer.lease import CompleteOpen, Denied, Effect, Freed, LeaseTable, NotYet
 from kvferry.transfer.ranks.group import RankGroup
@@ -110,7 +110,7 @@ class Producer:
         now = time.monotonic()
         effects = self._table.register(now, transfer_id, runs, num_tokens, ids_hash, timeout_s)
         if self._publisher is not None:
-            self._publisher.register(transfer_id, [block for run in runs for block in run.ids])
+            self._publisher.register(transfer_id, all_blocks(runs))
         self._perform(effects)
 
     def grant_prefix(

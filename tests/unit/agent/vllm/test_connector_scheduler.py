@@ -672,7 +672,7 @@ lengths = pytest.mark.parametrize("length", [2, 5, 8, 9, 15, 16, 17])
 @hybrids
 @lengths
 def test_a_hybrid_lends_all_but_the_last_token(specs: tuple[Any, ...], length: int) -> None:
-    """H1: a window or a state that holds the last token cannot be gone on from."""
+    """A window or a state that holds the last token cannot be gone on from."""
     engine = Engine(*specs)
     request = engine.prefilled("p", "t", length)
     assert request.params is not None and request.params["remote_num_tokens"] == length - 1
@@ -746,7 +746,7 @@ def test_a_prompt_that_cannot_be_left_short_is_lent_whole(length: int, fields: d
 
 @hybrids
 def test_what_holds_more_than_the_prompt_is_not_lent(specs: tuple[Any, ...]) -> None:
-    """H2: a state is the one after exactly the tokens that were computed."""
+    """A state is the one after exactly the tokens that were computed."""
     engine = Engine(*specs)
     request = engine.vllm.add(VllmRequest("p", prompt(9), HAND_OVER | {"transfer_id": "t"}))
     engine.vllm.step()
@@ -772,7 +772,7 @@ def test_a_hole_among_blocks_to_be_written_is_never_written_to() -> None:
     request = VllmRequest("d", prompt(13), fetch_params("t", 12))
     engine.scheduler.on_new_request(request)
     assert engine.scheduler.get_num_new_matched_tokens(request, 0) == (12, True)
-    engine.scheduler.update_state_after_alloc(request, [[5, None, 6, 7]], 12)
+    engine.scheduler.update_state_after_alloc(request, [[5, 0, 6, 7]], 12)
     assert engine.plane.cancelled == ["t"] and not engine.plane.pulls
     metadata = engine.scheduler.build_metadata(0)
     assert metadata.received == metadata.failed == {"d"} and not metadata.failed_blocks
