@@ -348,6 +348,18 @@ class CommandParser(argparse.ArgumentParser):
         shown = "|".join(choices) if name.startswith("-") else name.upper()
         self.add_argument(name, type=chosen, choices=choices, metavar=shown, **options)
 
+    def add_credentials(self, signed: str) -> None:
+        """Add `--key` and `--ca`, for a secured server. `signed` names in the help what was signed."""
+        self.add_argument(
+            "--key",
+            type=key_in_file,
+            metavar="FILE",
+            help="File that holds the operator's key, if the proxy has one.",
+        )
+        self.add_argument(
+            "--ca", type=readable_file, metavar="FILE", help=f"PEM file of who signed {signed}."
+        )
+
     def read(self, argv: Sequence[str]) -> argparse.Namespace:
         """Read a command line, in which arguments may follow options. Raises SystemExit with status 2."""
         found, rest = self.parse_known_intermixed_args(list(argv))

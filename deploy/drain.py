@@ -18,7 +18,7 @@ import aiohttp
 from kvferry.common.curve import BadClusterKey, ClusterKey
 from kvferry.common.exceptions import message_of
 from kvferry.common.http.tls import BadCertificate, client_context
-from kvferry.common.options import CommandParser, key_in_file, number, readable_file, server_url
+from kvferry.common.options import CommandParser, number, readable_file, server_url
 from kvferry.deploy.http_errors import refusal, why_no_response
 from kvferry.deploy.status import MAX_PAGE_BYTES, StatusFailed, client_session, fetch_nodes
 from kvferry.proxy.api.openapi import NodeView
@@ -124,18 +124,7 @@ def build_parser() -> CommandParser:
         metavar="FILE",
         help="The cluster's key file, if the agent has one.",
     )
-    parser.add_argument(
-        "--key",
-        type=key_in_file,
-        metavar="FILE",
-        help="File that holds the operator's key, if the proxy has one.",
-    )
-    parser.add_argument(
-        "--ca",
-        type=readable_file,
-        metavar="FILE",
-        help="PEM file of who signed the certificate of the agent or proxy.",
-    )
+    parser.add_credentials("the certificate of the agent or proxy")
     parser.add_argument(
         "--timeout-s",
         type=number,

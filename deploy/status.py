@@ -22,7 +22,7 @@ from rich.table import Table
 from kvferry.common.exceptions import NOT_JSON, message_of
 from kvferry.common.http.tls import BadCertificate, client_context
 from kvferry.common.json_errors import explain
-from kvferry.common.options import CommandParser, key_in_file, readable_file, server_url
+from kvferry.common.options import CommandParser, server_url
 from kvferry.deploy.http_errors import describe_page, refusal, why_no_response
 from kvferry.deploy.ray.down import add_ray_arguments
 from kvferry.deploy.ray.fleet import PlacedAgent, RayFleet, RayUnusable, connected
@@ -227,15 +227,7 @@ def build_parser() -> CommandParser:
         metavar="URL",
         help=f"The proxy. (default: {DEFAULT_URL})",
     )
-    parser.add_argument(
-        "--key",
-        type=key_in_file,
-        metavar="FILE",
-        help="File that holds the operator's key, if the proxy has one.",
-    )
-    parser.add_argument(
-        "--ca", type=readable_file, metavar="FILE", help="PEM file of who signed the proxy's certificate."
-    )
+    parser.add_credentials("the proxy's certificate")
     parser.add_choice(
         "--on",
         ("local", "ray"),

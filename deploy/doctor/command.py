@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvferry.common.http.tls import BadCertificate, client_context
-from kvferry.common.options import CommandParser, key_in_file, readable_file, server_url, whole_number
+from kvferry.common.options import CommandParser, server_url, whole_number
 from kvferry.deploy.doctor.fleet import check_fleet
 from kvferry.deploy.doctor.machine import (
     describe_devices,
@@ -51,15 +51,7 @@ def build_parser() -> CommandParser:
     parser.add_argument(
         "--proxy", type=server_url, metavar="URL", help="Base URL of a proxy, whose agents are checked too."
     )
-    parser.add_argument(
-        "--key",
-        type=key_in_file,
-        metavar="FILE",
-        help="File that holds the operator's key, if the proxy has one.",
-    )
-    parser.add_argument(
-        "--ca", type=readable_file, metavar="FILE", help="PEM file of who signed the servers' certificates."
-    )
+    parser.add_credentials("the servers' certificates")
     parser.add_argument(
         "--transfer-options",
         default="",
