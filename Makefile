@@ -152,24 +152,24 @@ format: $(STAMP) ## format the code and fix what the linter can
 # The routers that it is compared with get environments of their own; one that cannot be had is left out.
 RIVALS := vllm-router sglang-router
 bench-proxy: $(STAMP) $(RIVALS:%=build/rivals/%) ## what the proxy costs per SSE event and per request
-	$(BIN)/python -m tests.bench.proxy_cost $(if $(JSON),--json $(JSON))
+	$(BIN)/python -m benchmarks.proxy_cost $(if $(JSON),--json $(JSON))
 
 build/rivals/%:
 	$(PYTHON) -m venv $@
 	-$@/bin/pip install --quiet $*
 
 bench-fleet: $(STAMP) build/rivals/vllm-router ## what the number of agents costs the proxy per request, per ping and per page
-	$(BIN)/python -m tests.bench.fleet_cost
+	$(BIN)/python -m benchmarks.fleet_cost
 
 bench-streams: $(STAMP) ## what 2,000 streams at once cost one proxy in memory
-	$(BIN)/python -m tests.bench.stream_memory
+	$(BIN)/python -m benchmarks.stream_memory
 
 bench-streamed: $(STAMP) ## the gap between prefill and decode, with KV pulled meanwhile and without
-	$(BIN)/python -m tests.bench.streamed_gap
+	$(BIN)/python -m benchmarks.streamed_gap
 
 bench-transfer: $(STAMP) ## what the transfer backends carry, beside what they could; GPUs too where there are
 	$(PIP_INSTALL) --editable '.[bench]'
-	$(BIN)/python -m tests.bench.transfer
+	$(BIN)/python -m benchmarks.transfer
 
 # What vLLM runs on: its Python (kvferry importable there), a model's directory, the two servers' GPUs; a command of
 # vllm-router, if it is to be compared; the steps; and further words, behind -- for every vLLM server.
@@ -181,11 +181,11 @@ STEPS ?= same late load decode timeline
 PD ?=
 bench-pd: $(STAMP) ## pairs of vLLM servers on two GPUs, ours beside vLLM's own: make bench-pd VLLM_PYTHON=… MODEL=/path/to/model
 	@test -n "$(MODEL)" || { echo "make bench-pd: say which model: MODEL=/path/to/model" >&2; exit 2; }
-	$(BIN)/python -m tests.bench.pd --python $(VLLM_PYTHON) --model $(MODEL) --gpus $(GPUS) --router "$(ROUTER)" \
+	$(BIN)/python -m benchmarks.pd --python $(VLLM_PYTHON) --model $(MODEL) --gpus $(GPUS) --router "$(ROUTER)" \
 		--steps $(STEPS) $(PD)
 
 bench-vllm: $(STAMP) ## what the connector costs a vLLM server on CPUs, beside one without; needs .venv-vllm
-	$(BIN)/python -m tests.bench.vllm_cost
+	$(BIN)/python -m benchmarks.vllm_cost
 
 dialect-table: $(STAMP) ## bring the tables in docs/dialects/README.md up to date with the code
 	$(BIN)/python -m tests.unit.proxy.dialects.dialect_table --write
@@ -194,7 +194,7 @@ model-table: $(STAMP) ## bring the tables in docs/models.md up to date with the 
 	$(BIN)/python -m tests.unit.agent.worker.model_table --write
 
 prefix-table: $(STAMP) ## run the conversation of docs/prefix-reuse.md and bring its table up to date
-	$(BIN)/python -m tests.bench.prefix_reuse --write
+	$(BIN)/python -m benchmarks.prefix_reuse --write
 
 field-table: $(STAMP) ## bring the tables in docs/fields.md up to date with the code
 	$(BIN)/python -m tests.unit.agent.api.field_table --write

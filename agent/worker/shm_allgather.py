@@ -2,7 +2,7 @@
 """All-gather between tensor-parallel ranks of one host: shared memory, and a byte through a socket as signal.
 
 A small model calls this a dozen times a step. gloo's all-gather takes 300 to 800 µs for it between two ranks,
-nearly all of them in waking threads of its own; this takes about 15 (`python -m tests.bench.rank_exchange`).
+nearly all of them in waking threads of its own; this takes about 15 (`python -m benchmarks.rank_exchange`).
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ PORTS = ("10001", "36367", "8000", "8001", "6301", "6302")
 # `make test` is what runs this file.
 TARGETS = {"make demo", "make test", "make bench-proxy"}
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "deploy").rglob("*.md")])
-PAGES += [ROOT / "tests" / "README.md", ROOT / "tests" / "bench" / "README.md"]
+PAGES += [ROOT / "tests" / "README.md", ROOT / "benchmarks" / "README.md"]
 # Options of vLLM, SGLang, their routers, `tools.train` and tests, and those that CHANGELOG.md says are gone.
 FOREIGN = {
     "--control-fault",

@@ -6,11 +6,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.bench.pd.load import LONG, Seen
-from tests.bench.pd.report import write_report
-from tests.bench.pd.timeline import STAGES, timeline
+from benchmarks.pd.load import LONG, Seen
+from benchmarks.pd.report import write_report
+from benchmarks.pd.timeline import STAGES, timeline
 
-RESULTS = Path(__file__).parents[1] / "bench" / "results"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 def test_stages_are_of_hand_overs_that_began_with_the_prefills_token(tmp_path: Path) -> None:

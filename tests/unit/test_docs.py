@@ -21,12 +21,13 @@ PAGES = [
     *ROOT.glob("docs/**/*.md"),
     *ROOT.glob("deploy/**/*.md"),
     *ROOT.glob("tests/**/*.md"),
+    *ROOT.glob("benchmarks/**/*.md"),
 ]
 
 
 def tracked(*suffixes: str) -> list[Path]:
     """Return the files of the repository with one of these endings."""
-    folders = ("agent", "common", "deploy", "proxy", "transfer", "tests", "tools", "docs")
+    folders = ("agent", "common", "deploy", "proxy", "transfer", "tests", "benchmarks", "tools", "docs")
     found = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in suffixes]
     return [*found, *ROOT.glob("*.md")]
 
@@ -62,7 +63,8 @@ def test_cited_pages_and_anchors_exist() -> None:
 def test_files_named_on_pages_exist() -> None:
     for page in PAGES:
         for name in re.findall(
-            r"`((?:proxy|agent|common|transfer|deploy|tests|tools|docs)/[\w/.-]+)`", page.read_text()
+            r"`((?:proxy|agent|common|transfer|deploy|tests|benchmarks|tools|docs)/[\w/.-]+)`",
+            page.read_text(),
         ):
             assert (ROOT / name).exists() or "DATE" in name, (page, name)
 

@@ -13,7 +13,7 @@ from statistics import median
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "deploy" / "sizing.md"
-RESULTS = ROOT / "tests" / "bench" / "results"
+RESULTS = ROOT / "benchmarks" / "results"
 LOAD = RESULTS / "2026-11-24-2-h200"
 
 TOKEN = 2 * 36 * 8 * 128 * 2

@@ -19,7 +19,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PRODUCT = [
     *("agent", "common", "deploy", "proxy", "transfer", "tools", "docs"),
-    *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile", "tests/README.md", "tests/bench/README.md"),
+    *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile", "tests/README.md", "benchmarks/README.md"),
 ]
 SUFFIXES = {".py", ".md", ".html", ".css", ".js", ".yml", ".json", ""}
 GENERATED = ("deploy/models/",)

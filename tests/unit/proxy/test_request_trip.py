@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.bench.request_trip import measure
+from benchmarks.request_trip import measure
 
 MOST = {
     "streamed request": {"files": 42, "functions": 301},

@@ -3,7 +3,7 @@
 
 The producer exports its pool as a CUDA IPC handle and takes no further part: the reading GPU copies all spans
 of all waiting reads by one kernel on a stream of its own, at the link's speed whatever the size of a block
-(measured beside NIXL in tests/bench/results). The share of the GPU that it may occupy is an option
+(measured beside NIXL in benchmarks/results). The share of the GPU that it may occupy is an option
 (`CudaIpcSettings`); while the model computes, long spans are left to the copy engines, which occupy none.
 
 A reader's mapping keeps a dead producer's memory allocated. So both keep a connection open, and when that

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m benchmarks.pd --python PYTHON --model DIR --gpus 0,1`: what a pair of GPUs gives its clients.
+
+Servers of each system are started, asked at each rate, and ended, one system after the other. The steps
+`same`, `late`, `decode` and `timeline` take the first of our systems. vLLM is what PYTHON has installed;
+kvferry has to be importable there (docs/engines/vllm.md). The exit status is 1 if requests failed, or if a
+step broke off; what it had found by then is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import aiohttp
+
+from benchmarks.pd.check import late_readers, same_answers
+from benchmarks.pd.decode_steps import decode_steps
+from benchmarks.pd.fleet import Running, Setup, System, kv_moved, running, vllm_router
+from benchmarks.pd.load import Seen, handovers, offer, read_log, summary, write_rows
+from benchmarks.pd.report import facts, write_report
+from benchmarks.pd.timeline import timeline
+from kvferry.deploy.launcher import LaunchError
+from tests.gpu import gpu_names
+
+ROOT = Path(__file__).parents[2]
+WARM_UP = (1.0, 5.0)
+"""Requests a second, and seconds."""
+Found = dict[str, dict[str, Any]]
+"""The figures of a step, by run or system. A step that breaks off leaves what it has found."""
+SYSTEMS = ["kvferry-cuda_ipc", "nixl", "together", "kvferry-nixl"]
+
+
+def main() -> int:
+    options = _parser().parse_args()
+    gpus = options.gpus.split(",")
+    if len(gpus) != 2:
+        print(f"--gpus takes those of two servers, as in 0,1; got {options.gpus!r}", file=sys.stderr)
+        return 2
+    if options.steps != ["load"] and not any(each.startswith("kvferry") for each in options.systems):
+        print(f"--systems has none of ours, which {' '.join(options.steps)} is about", file=sys.stderr)
+        return 2
+    options.logs.mkdir(parents=True, exist_ok=True)
+    setup = Setup(
+        python=options.python,
+        model=options.model,
+        gpus=(gpus[0], gpus[1]),
+        arguments=tuple(options.arguments),
+        router=tuple(options.router.split()),
+        log_dir=options.logs,
+    )
+    results: dict[str, Any] = {
+        "environment": facts(options.python),
+        "gpus": gpu_names(),
+        "servers_on": gpus,
+        "arguments": options.arguments,
+    }
+    failures: list[str] = []
+    for step in options.steps:
+        found = results[step] = {}
+        try:
+            asyncio.run(_STEPS[step](setup, options, found))
+        except* (AssertionError, TimeoutError, LaunchError, OSError, aiohttp.ClientError) as errors:
+            failures.append(f"{step}: not complete: {errors.exceptions}")
+        failures += [
+            f"{step}, {run}: {figures['failed']} of {figures['requests']} requests failed"
+            for run, figures in found.items()
+            if figures.get("failed")
+        ]
+        print(json.dumps({step: found}, indent=1), flush=True)
+        write_report(options.logs, results)
+    for failure in failures:
+        print(failure, file=sys.stderr)
+    return 1 if failures else 0
+
+
+async def _load(setup: Setup, options: argparse.Namespace, found: Found) -> None:
+    """Every system at every rate. What clients saw is written beside the figures as it comes; a system that
+    does not start leaves the others their turn.
+    """
+    load = _Load(setup, options, found)
+    for system in options.systems:
+        try:
+            async with running(system, setup) as fleet:
+                await load.offer(system, fleet, fleet.url)
+                if system == "nixl" and setup.router:
+                    async with vllm_router(setup, fleet.servers) as url:
+                        await load.offer("nixl, vllm-router", fleet, url)
+        except* (AssertionError, TimeoutError, LaunchError) as errors:
+            print(f"{system}: left out: {errors.exceptions}", flush=True)
+
+
+class _Load:
+    """What came of the step `load`: figures by run, and each client's view in `requests.csv.gz`."""
+
+    def __init__(self, setup: Setup, options: argparse.Namespace, found: Found) -> None:
+        self._setup = setup
+        self._options = options
+        self._found = found
+        self._rows: dict[str, list[Seen]] = {}
+
+    async def offer(self, name: str, fleet: Running, url: str) -> None:
+        """All rates, one after the other, at a URL of a system."""
+        vocabulary = _vocabulary(self._setup)
+        await offer(url, *WARM_UP, vocabulary, seed=0)
+        for rate in self._options.rates:
+            run = f"{name} at {rate:g}/s"
+            connector = name.partition("-")[0].partition(",")[0]
+            since = fleet.proxy_log.stat().st_size if fleet.proxy_log else 0
+            pair = connector in ("kvferry", "nixl")
+            before = await kv_moved(connector, fleet.servers[1]) if pair else None
+            seen = await offer(url, rate, self._options.seconds, vocabulary)
+            logged = read_log(fleet.proxy_log, since) if fleet.proxy_log else []
+            self._found[run] = figures = summary(seen, handovers(name, seen, logged))
+            if before is not None:
+                figures["kv"] = (await kv_moved(connector, fleet.servers[1])).since(before)
+            print(f"{run}: {json.dumps(figures)}", flush=True)
+            self._rows[run] = seen
+            write_rows(self._options.logs / "requests.csv.gz", self._rows)
+
+
+async def _same(setup: Setup, options: argparse.Namespace, found: Found) -> None:
+    system = _ours(options)
+    found[system] = await same_answers(_for_checks(setup, options), system, options.prompts)
+
+
+async def _late(setup: Setup, options: argparse.Namespace, found: Found) -> None:
+    system = _ours(options)
+    found[system] = await late_readers(_for_checks(setup, options), system, options.trials)
+
+
+async def _decode(setup: Setup, options: argparse.Namespace, found: Found) -> None:
+    system = _ours(options)
+    await decode_steps(setup, system, _vocabulary(setup), found.setdefault(system, {}))
+
+
+async def _timeline(setup: Setup, options: argparse.Namespace, found: Found) -> None:
+    """At each rate, of the first of our systems, whose servers note more than they do under `load`."""
+    path = options.logs / "timeline.jsonl"
+    path.unlink(missing_ok=True)
+    system = _ours(options)
+    async with running(system, replace(setup, timeline=path)) as fleet:
+        await offer(fleet.url, *WARM_UP, _vocabulary(setup), seed=0)
+        for rate in options.timeline_rates:
+            seen = await offer(fleet.url, rate, options.seconds, _vocabulary(setup))
+            logged = read_log(fleet.proxy_log, 0) if fleet.proxy_log else []
+            found[f"{system} at {rate:g}/s"] = timeline(path, seen, logged)
+
+
+def _vocabulary(setup: Setup) -> int:
+    return int(json.loads((setup.model / "config.json").read_text())["vocab_size"])
+
+
+def _for_checks(setup: Setup, options: argparse.Namespace) -> Setup:
+    """Answers are compared of a model that has been trained: others hardly prefer one token to another."""
+    words = ("--max-model-len", "2048", "--gpu-memory-utilization", "0.2", "--max-num-seqs", "32")
+    return replace(setup, model=options.check_model, arguments=words)
+
+
+def _ours(options: argparse.Namespace) -> System:
+    """The first of our systems."""
+    return next(system for system in options.systems if system.startswith("kvferry"))
+
+
+_STEPS = {"same": _same, "late": _late, "load": _load, "decode": _decode, "timeline": _timeline}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="benchmarks.pd", description=__doc__)
+    parser.add_argument("--python", default=sys.executable, help="vLLM's Python")
+    parser.add_argument("--model", type=Path, required=True, help="directory of the model")
+    parser.add_argument("--check-model", type=Path, default=ROOT / "deploy" / "models" / "ferry-tiny")
+    parser.add_argument("--gpus", default="0,1", help="of the two servers; one twice for a trial on one GPU")
+    parser.add_argument("--steps", nargs="+", choices=list(_STEPS), default=["load"])
+    parser.add_argument("--systems", nargs="+", choices=get_args(System), default=SYSTEMS)
+    parser.add_argument(
+        "--router", default="", help="command of vllm-router, to be put before `nixl` as well"
+    )
+    parser.add_argument("--rates", nargs="+", type=float, default=[2.0, 4.0, 6.0, 8.0])
+    parser.add_argument(
+        "--timeline-rates", nargs="+", type=float, default=[2.0, 6.0], help="of the step timeline"
+    )
+    parser.add_argument("--seconds", type=float, default=60.0, help="of load at each rate")
+    parser.add_argument("--prompts", type=int, default=200, help="of the step same")
+    parser.add_argument("--trials", type=int, default=100, help="of the step late")
+    parser.add_argument(
+        "--logs", type=Path, default=Path("logs/bench-pd"), help="folder for figures and logs"
+    )
+    parser.add_argument("arguments", nargs="*", help="further ones of every vLLM server, behind --")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

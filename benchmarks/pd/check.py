@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a pair answers as one plain server does, and when it reads too late."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import aiohttp
+
+from benchmarks.pd.fleet import MODEL, Setup, System, running
+from tests.servers import descendants, paused
+from tests.system.client import heldout
+from tests.system.metrics import scrape, total
+
+TOKENS = 16
+LOGPROB_GAP = 0.1
+"""Two servers whose batches differ may choose differently between tokens that lie so close."""
+LEASE_S = 2.0
+LATE_BATCH = 5
+STOP_WITHIN_S = 0.06
+FILLERS = 6
+NUM_BLOCKS = 160
+CONCURRENCY = 8
+TIMEOUT = aiohttp.ClientTimeout(total=300)
+
+LEASES_ENDED = "vllm:kvferry_leases_ended_total"
+RECOMPUTED = "vllm:kvferry_recomputed_total"
+TRANSFERS = "vllm:kvferry_transfers_total"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    tokens: tuple[str, ...]
+    logprobs: tuple[float, ...]
+    top: tuple[dict[str, float], ...]
+
+
+async def same_answers(setup: Setup, system: System, num_prompts: int) -> dict[str, Any]:
+    """How many greedy answers of a system equal a plain server's. The first token of another lies within
+    LOGPROB_GAP of the plain server's (`ties`) or not (`wrong`).
+    """
+    prompts = [prompt.prompt for prompt in heldout(num_prompts)]
+    async with running("plain", setup) as fleet:
+        wanted = await _answers(fleet.url, prompts)
+    async with running(system, setup) as fleet:
+        found = await _answers(fleet.url, prompts)
+        page = await scrape(fleet.servers[-1])
+    gaps = [gap for one, other in zip(found, wanted, strict=True) if (gap := _gap(one, other)) is not None]
+    return {
+        "prompts": num_prompts,
+        "equal": num_prompts - len(gaps),
+        "ties": sum(gap <= LOGPROB_GAP for gap in gaps),
+        "wrong": sum(gap > LOGPROB_GAP for gap in gaps),
+        "transfers": total(page, TRANSFERS),
+        "recomputed": total(page, RECOMPUTED),
+    }
+
+
+async def late_readers(setup: Setup, system: System, trials: int) -> dict[str, Any]:
+    """The decode engine is stopped at some moment of a request, for longer than its lease; other prompts
+    overwrite the blocks; it goes on. How many answers are those of before.
+    """
+    prompts = [prompt.prompt for prompt in heldout(trials)]
+    short = replace(
+        setup,
+        arguments=(*setup.arguments, "--num-gpu-blocks-override", str(NUM_BLOCKS)),
+        settings={**setup.settings, "lease_s": LEASE_S},
+    )
+    counts = {"equal": 0, "ties": 0, "wrong": 0}
+    async with running(system, short) as fleet:
+        wanted = await _answers(fleet.url, prompts)
+        for first in range(0, trials, LATE_BATCH):
+            batch = prompts[first : first + LATE_BATCH]
+            found = await _late(fleet.url, fleet.servers[0], fleet.pids[1], batch)
+            for one, other in zip(found, wanted[first : first + LATE_BATCH], strict=True):
+                gap = _gap(one, other)
+                counts["equal" if gap is None else "ties" if gap <= LOGPROB_GAP else "wrong"] += 1
+        expired = total(await scrape(fleet.servers[0]), LEASES_ENDED, reason="expired")
+        recomputed = total(await scrape(fleet.servers[1]), RECOMPUTED)
+    return {"trials": trials, **counts, "leases expired": expired, "recomputed": recomputed}
+
+
+async def _late(url: str, prefill: str, decode_pid: int, prompts: list[str]) -> list[Answer]:
+    asking = asyncio.create_task(_answers(url, prompts))
+    await asyncio.sleep(random.uniform(0, STOP_WITHIN_S))
+    with paused(descendants(decode_pid)):
+        await asyncio.sleep(LEASE_S + 0.5)
+        fillers = [f"{number} " * 480 for number in range(FILLERS)]
+        await _answers(prefill, fillers, tokens=1)
+    return await asking
+
+
+async def _answers(url: str, prompts: Sequence[str], tokens: int = TOKENS) -> list[Answer]:
+    gate = asyncio.Semaphore(CONCURRENCY)
+    async with aiohttp.ClientSession(timeout=TIMEOUT) as http:
+
+        async def one(prompt: str) -> Answer:
+            body = {
+                "model": MODEL, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "logprobs": 5,
+                "cache_salt": secrets.token_hex(8),
+            }  # fmt: skip
+            async with gate, http.post(f"{url}/v1/completions", json=body) as response:
+                if response.status != 200:
+                    raise AssertionError(f"{response.status} {(await response.text())[:300]}")
+                logprobs = (await response.json())["choices"][0]["logprobs"]
+            columns = (logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"])
+            return Answer(*(tuple(column) for column in columns))
+
+        return await asyncio.gather(*(one(prompt) for prompt in prompts))
+
+
+def _gap(found: Answer, wanted: Answer) -> float | None:
+    """By how much the first token that differs was less likely than the other; None if none differs."""
+    for index, (token, other) in enumerate(zip(found.tokens, wanted.tokens, strict=False)):
+        if token != other:
+            return abs(wanted.logprobs[index] - wanted.top[index].get(token, float("-inf")))
+    return None if len(found.tokens) == len(wanted.tokens) else float("inf")

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The systems that are compared: two vLLM servers on GPUs, behind our proxy."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import aiohttp
+
+from kvferry.deploy.launcher import start_process
+from tests.servers import free_port, running_server
+from tests.system.metrics import is_shown, scrape, total
+
+MODEL = "m"
+START_S, STOP_S = 420.0, 30.0
+READY_S = 60.0
+ROOT = Path(__file__).parents[2]
+TIMELINE_VARIABLE = "KVFERRY_BENCH_TIMELINE"
+"""Names the file to which `timed_connector` writes."""
+
+System = Literal["kvferry-cuda_ipc", "kvferry-nixl", "kvferry-tcp", "nixl", "together", "plain"]
+"""`kvferry-…` are pairs with our connector over that backend, `nixl` is a pair with vLLM's NixlConnector,
+`together` two servers that take whole requests in turn, and `plain` one alone, without a proxy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What all systems have in common.
+
+    Args:
+        python: vLLM's.
+        model: Directory of the model.
+        gpus: Those of the two servers (`CUDA_VISIBLE_DEVICES`).
+        arguments: Further ones of every vLLM server.
+        prefill_arguments, decode_arguments: Further ones of one of them.
+        settings: Further settings of our connector.
+        router: Command of vllm-router; empty: there is none.
+        timeline: File for the times of each transfer in the decode server's scheduler; None: none is noted.
+        log_dir: Where the logs of all processes go.
+    """
+
+    python: str
+    model: Path
+    gpus: tuple[str, str]
+    arguments: tuple[str, ...] = ()
+    prefill_arguments: tuple[str, ...] = ()
+    decode_arguments: tuple[str, ...] = ()
+    settings: dict[str, Any] = field(default_factory=dict)
+    router: tuple[str, ...] = ()
+    timeline: Path | None = None
+    log_dir: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A system that serves.
+
+    Attributes:
+        url: What clients ask.
+        servers: The vLLM servers' URLs, the prefill's first.
+        pids: Theirs.
+        proxy_log: It has a line for each request; None where there is no proxy.
+    """
+
+    url: str
+    servers: tuple[str, ...]
+    pids: tuple[int, ...]
+    proxy_log: Path | None
+
+
+@asynccontextmanager
+async def running(system: System, setup: Setup) -> AsyncIterator[Running]:
+    """Start a system. Raises `AssertionError` with the end of a log if it does not start, or a group."""
+    async with AsyncExitStack() as stack:
+        if system == "plain":
+            port = free_port()
+            pid = await stack.enter_async_context(_vllm("plain", setup, port, setup.gpus[0], None))
+            yield Running(_url(port), (_url(port),), (pid,), None)
+            return
+        ports = free_port(), free_port()
+        words = ["--port", "0", "--discovery-port", "0", "--decode-only-fallback", "false"]
+        if system == "nixl":
+            words += ["--dialect", "vllm-nixl", "--prefill", _url(ports[0]), "--decode", _url(ports[1])]
+        elif system == "together":
+            words += ["--split-min-tokens", "1000000000"]
+        proxy = await start_process("proxy", ("-m", "kvferry.proxy", *words), setup.log_dir)
+        stack.push_async_callback(proxy.stop)
+        pids = await _start_servers(stack, system, setup, ports, proxy.listening["discovery_port"])
+        await _until_ready(proxy.url)
+        yield Running(proxy.url, tuple(map(_url, ports)), pids, setup.log_dir / "proxy.log")
+
+
+async def _start_servers(
+    stack: AsyncExitStack, system: System, setup: Setup, ports: tuple[int, int], discovery_port: int
+) -> tuple[int, ...]:
+    """Their process ids, once both serve."""
+    roles = ("kv_both", "kv_both") if system == "together" else ("kv_producer", "kv_consumer")
+    arguments = (setup.prefill_arguments, setup.decode_arguments)
+    servers = []
+    for name, role, words, port, gpu in zip(
+        ("prefill", "decode"), roles, arguments, ports, setup.gpus, strict=True
+    ):
+        transfer = _transfer(system, role, setup, _url(port), f"127.0.0.1:{discovery_port}")
+        own = replace(setup, arguments=(*setup.arguments, *words))
+        servers.append(_vllm(f"{system}-{name}", own, port, gpu, transfer))
+    if setup.gpus[0] != setup.gpus[1]:
+        async with asyncio.TaskGroup() as starting:
+            pids = [starting.create_task(stack.enter_async_context(server)) for server in servers]
+        return tuple(pid.result() for pid in pids)
+    # One after the other: on one GPU the second would count on memory that the first is about to take.
+    return tuple([await stack.enter_async_context(server) for server in servers])
+
+
+@asynccontextmanager
+async def vllm_router(setup: Setup, servers: Sequence[str]) -> AsyncIterator[str]:
+    """vllm-router in front of a prefill and a decode server of NixlConnector; its URL.
+
+    Raises as `running` does.
+    """
+    port, prometheus_port = free_port(), free_port()
+    words = (
+        *("--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(prometheus_port)),
+        *("--policy", "round_robin", "--vllm-pd-disaggregation", "--kv-connector", "nixl"),
+        *("--prefill", servers[0], "--decode", servers[1], "--log-level", "error"),
+    )
+    async with running_server(
+        (*setup.router, *words),
+        os.environ,
+        f"{_url(port)}/health",
+        setup.log_dir / "vllm-router.log",
+        start_timeout_s=READY_S,
+        stop_timeout_s=STOP_S,
+    ):
+        yield _url(port)
+
+
+def _transfer(system: System, role: str, setup: Setup, url: str, discovery: str) -> dict[str, Any]:
+    """vLLM's `--kv-transfer-config`."""
+    if system == "nixl":
+        return {"kv_connector": "NixlConnector", "kv_role": role}
+    settings = {
+        "advertise_url": url,
+        "proxy": [discovery],
+        "control_port": 0,
+        "transfer": "tcp" if system == "together" else system.removeprefix("kvferry-"),
+        **setup.settings,
+    }
+    name, module = "KvferryConnector", "kvferry.agent.vllm.connector"
+    if setup.timeline is not None:
+        name, module = "TimedConnector", "benchmarks.pd.timed_connector"
+    return {
+        "kv_connector": name,
+        "kv_connector_module_path": module,
+        "kv_role": role,
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": settings,
+    }
+
+
+@asynccontextmanager
+async def _vllm(
+    name: str, setup: Setup, port: int, gpu: str, transfer: dict[str, Any] | None
+) -> AsyncIterator[int]:
+    words = [
+        *("--model", str(setup.model), "--served-model-name", MODEL),
+        *("--host", "127.0.0.1", "--port", str(port), *setup.arguments),
+    ]
+    if transfer is not None:
+        words += ["--kv-transfer-config", json.dumps(transfer)]
+    environment = {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": gpu,
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_HOST_IP": "127.0.0.1",
+    }
+    if transfer is not None and transfer["kv_connector"] == "NixlConnector":
+        # Elsewhere this port, another each time, would only have vLLM compile the model anew at each start.
+        environment["VLLM_NIXL_SIDE_CHANNEL_HOST"] = "127.0.0.1"
+        environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
+    if setup.timeline is not None:
+        paths = (str(ROOT), environment.get("PYTHONPATH", ""))
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        environment[TIMELINE_VARIABLE] = str(setup.timeline.absolute())
+    async with running_server(
+        (setup.python, "-m", "vllm.entrypoints.openai.api_server", *words),
+        environment,
+        f"{_url(port)}/health",
+        setup.log_dir / f"{name}.log",
+        start_timeout_s=START_S,
+        stop_timeout_s=STOP_S,
+    ) as pid:
+        yield pid
+
+
+async def _until_ready(url: str) -> None:
+    async with asyncio.timeout(READY_S), aiohttp.ClientSession() as http:
+        while True:
+            async with http.get(f"{url}/ready") as response:
+                if response.status == 200:
+                    return
+            await asyncio.sleep(0.1)
+
+
+@dataclass(frozen=True, slots=True)
+class KvMoved:
+    """What a decode server has fetched since its start; `seconds` is the sum over transfers."""
+
+    transfers: float
+    nbytes: float
+    seconds: float
+
+    def since(self, before: KvMoved) -> dict[str, float]:
+        """As figures: transfers, GB, and GB/s of the time that transfers took."""
+        nbytes, seconds = self.nbytes - before.nbytes, self.seconds - before.seconds
+        return {
+            "transfers": self.transfers - before.transfers,
+            "gb": round(nbytes / 1e9, 3),
+            "gb_s": round(nbytes / seconds / 1e9, 2) if seconds else 0.0,
+        }
+
+
+_KV_COUNTERS = {
+    "kvferry": (
+        "vllm:kvferry_transfers_total",
+        "vllm:kvferry_transfer_bytes_total",
+        "vllm:kvferry_transfer_seconds_total",
+    ),
+    "nixl": (
+        "vllm:nixl_xfer_time_seconds_count",
+        "vllm:nixl_bytes_transferred_sum",
+        "vllm:nixl_xfer_time_seconds_sum",
+    ),
+}
+
+
+async def kv_moved(connector: str, url: str) -> KvMoved:
+    """By the counters of a connector, `kvferry` or `nixl`, which may not be there from the start."""
+    page = await scrape(url)
+    names = _KV_COUNTERS[connector]
+    return KvMoved(*[total(page, name) if is_shown(page, name) else 0.0 for name in names])
+
+
+def _url(port: int) -> str:
+    return f"http://127.0.0.1:{port}"
