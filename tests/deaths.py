@@ -11,36 +11,18 @@ from collections.abc import Awaitable, Callable
 
 TRIES = 3
 NEVER_S = 15.0
-STEP_S, HELD_UP_S = 0.01, 0.2
 
 
 async def assert_within(death_s: Callable[[], Awaitable[float]], limit_s: float) -> None:
-    """`death_s` brings a death about and says how long it took. It has another try only where the machine was
-    so busy that it held this very process up meanwhile, too.
+    """`death_s` brings a death about and returns how long it took: below `limit_s` in one of three tries.
+
+    A defect that makes processes wait delays every death; other work on the machine delays some.
     """
-    for _ in range(TRIES):
-        stalls = asyncio.create_task(_stalls())
-        try:
-            took = await death_s()
-        finally:
-            stalls.cancel()
-            late = await stalls
-        print(f"after {took:.3f} s; the machine held us up by {late:.3f} s")
-        if took < limit_s or late < HELD_UP_S:
-            break
-    assert took < limit_s, took
-
-
-async def _stalls() -> float:
-    """By how much short sleeps were late, in sum, until this was cancelled."""
-    late = 0.0
-    try:
-        while True:
-            begun = time.monotonic()
-            await asyncio.sleep(STEP_S)
-            late += max(0.0, time.monotonic() - begun - 2 * STEP_S)
-    except asyncio.CancelledError:
-        return late
+    took = []
+    while len(took) < TRIES and not (took and took[-1] < limit_s):
+        took.append(await death_s())
+    print("after", *(f"{seconds:.3f} s" for seconds in took))
+    assert took[-1] < limit_s, took
 
 
 async def exit_s(handles: list[int]) -> float:
