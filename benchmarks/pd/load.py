@@ -6,33 +6,34 @@ All times are by `time.perf_counter`, which on Linux is the clock that all proce
 
 from __future__ import annotations
 
-import asyncio
 import csv
 import gzip
 import json
 import random
-import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import numpy as np
 
 from benchmarks.pd.fleet import MODEL
+from kvferry.deploy.bench.client import Observation, connected_client
+from kvferry.deploy.bench.config import BenchConfig, Level, Target
+from kvferry.deploy.bench.measurement import run_round
+from kvferry.deploy.bench.workload import PlannedRequest
 
 LONG, SHORT, ANSWER = 8192, 256, 256
 """Tokens: half the prompts have the one length, half the other."""
 OBJECTIVES = ((2.0, 0.015), (2.0, 0.030))
 """TTFT and TPOT in seconds, for goodput: the share of all requests that keep both."""
-TIMEOUT_S = 300.0
+CONFIG = BenchConfig(model=MODEL, timeout_s=300.0)
 
 
 @dataclass(slots=True)
 class Seen:
-    """One request. `times` are those of its events with text, `error` is empty if it ended well."""
+    """One request. `times` are those of its events with a choice, `error` is empty if it ended well."""
 
     request_id: str
     prompt_tokens: int
@@ -51,42 +52,26 @@ class Seen:
 
 async def offer(url: str, rate: float, seconds: float, vocabulary: int, seed: int = 1) -> list[Seen]:
     """Send requests with exponential gaps, `rate` a second, and wait for all of them."""
-    drawn = random.Random(seed)
-    seen: list[Seen] = []
-    timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
-    connector = aiohttp.TCPConnector(limit=0)
-    async with (
-        aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=1 << 20) as http,
-        asyncio.TaskGroup() as group,
-    ):
-        until = time.perf_counter() + seconds
-        while time.perf_counter() < until:
-            await asyncio.sleep(drawn.expovariate(rate))
-            prompt = [drawn.randrange(3, vocabulary) for _ in range(drawn.choice((LONG, SHORT)))]
-            group.create_task(_ask(http, url, prompt, seen))
-    return seen
+    async with connected_client(Target(url, url), CONFIG, count_empty=True) as client:
+        start = time.perf_counter()
+        requests = _requests(rate, seconds, vocabulary, random.Random(seed))
+        done = await run_round(client, Level("rate", rate), requests, start)
+    return sorted((_seen(each, start) for each in done.observations), key=lambda one: one.sent)
 
 
-async def _ask(http: aiohttp.ClientSession, url: str, prompt: list[int], seen: list[Seen]) -> None:
-    sampling = {"max_tokens": ANSWER, "temperature": 0, "ignore_eos": True}
-    body = {"model": MODEL, "prompt": prompt, "stream": True, **sampling}
-    one = Seen(secrets.token_hex(8), len(prompt), time.perf_counter())
-    seen.append(one)
-    headers = {"X-Request-Id": one.request_id}
-    try:
-        async with http.post(f"{url}/v1/completions", json=body, headers=headers) as response:
-            if response.status != 200:
-                one.error = f"{response.status} {(await response.text())[:200]}"
-                return
-            async for line in response.content:
-                if line.startswith(b'data: {"error"'):
-                    one.error = line.decode(errors="replace")[:200]
-                elif line.startswith(b"data: {"):
-                    one.times.append(time.perf_counter())
-    except (aiohttp.ClientError, TimeoutError) as error:
-        one.error = repr(error)[:200]
-    if not one.error and len(one.times) < 2:
-        one.error = f"{len(one.times)} events"
+def _requests(rate: float, seconds: float, vocabulary: int, rng: random.Random) -> Iterator[PlannedRequest]:
+    due = rng.expovariate(rate)
+    while due < seconds:
+        prompt = [rng.randrange(3, vocabulary) for _ in range(rng.choice((LONG, SHORT)))]
+        yield PlannedRequest(due, prompt, ANSWER)
+        due += rng.expovariate(rate)
+
+
+def _seen(observed: Observation, start: float) -> Seen:
+    sent = start + observed.sent_s
+    times = [sent + at for at in observed.events_s]
+    error = observed.failure or (f"{len(times)} events" if len(times) < 2 else "")
+    return Seen(observed.request_id, observed.prompt_tokens or 0, sent, times, error)
 
 
 def summary(seen: Sequence[Seen], handed_over: Sequence[float]) -> dict[str, object]:

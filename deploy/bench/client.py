@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -35,14 +36,16 @@ class BenchFailed(RuntimeError):
 class Observation(msgspec.Struct, kw_only=True):
     """One request as its client saw it. Times are seconds, from its sending unless named otherwise.
 
-    `failure` is empty if the answer came whole; then there is at least one event with text.
+    `failure` is empty if the answer came whole; then there is at least one event. `request_id` was sent as
+    `X-Request-Id`.
     """
 
+    request_id: str = ""
     due_s: float
     sent_s: float
     """When it was to be sent, and when it was: from the start of the round."""
     events_s: list[float] = msgspec.field(default_factory=list)
-    """Of each event that carried text, reasoning or a call."""
+    """Of each event that carried text, reasoning or a call, or of each with a choice if that is wanted."""
     end_s: float = 0.0
     prompt_tokens: int | None = None
     output_tokens: int | None = None
@@ -62,9 +65,12 @@ class Observation(msgspec.Struct, kw_only=True):
 class BenchClient:
     """A client of one server. Made by `connected_client`."""
 
-    def __init__(self, http: aiohttp.ClientSession, target: Target, config: BenchConfig) -> None:
+    def __init__(
+        self, http: aiohttp.ClientSession, target: Target, config: BenchConfig, *, count_empty: bool
+    ) -> None:
         self._http = http
         self._config = config
+        self._count_empty = count_empty
         self._url = target.url + PATHS[config.api]
         self.target = target
         self.model = config.model or ""
@@ -103,14 +109,15 @@ class BenchClient:
         `start` is when the round started, by `perf_counter`.
         """
         sent = time.perf_counter()
-        seen = Observation(due_s=request.due_s, sent_s=sent - start)
+        seen = Observation(request_id=secrets.token_hex(8), due_s=request.due_s, sent_s=sent - start)
+        headers = {"X-Request-Id": seen.request_id}
         try:
-            async with self._http.post(self._url, json=self._body(request)) as response:
+            async with self._http.post(self._url, json=self._body(request), headers=headers) as response:
                 if response.status != 200:
                     page = await _bounded(response)
                     seen.failure = f"HTTP {response.status}: {_message(page)}"
                 else:
-                    await _read_stream(response, seen, sent)
+                    await self._read_stream(response, seen, sent)
         except TimeoutError:
             seen.failure = f"no end within {self._config.timeout_s:g} s"
         except (aiohttp.ClientError, OSError) as error:
@@ -119,6 +126,36 @@ class BenchClient:
             seen.failure = f"the answer cannot be read: {error}"[:MAX_REASON_CHARS]
         seen.end_s = seen.end_s or round(time.perf_counter() - sent, 6)
         return seen
+
+    async def _read_stream(self, response: aiohttp.ClientResponse, seen: Observation, sent: float) -> None:
+        """Note the events of a streamed answer. Raises `BadResponse` and what `NOT_JSON` names."""
+        scanner = sse.Scanner()
+        while not scanner.done and (part := await response.content.readany()):
+            now = round(time.perf_counter() - sent, 6)
+            for event in sse.split(scanner.feed(part)):
+                data = sse.data(event)
+                if data is not None and data != b"[DONE]":
+                    self._note(msgspec.json.decode(data, type=_Chunk), seen, now)
+        if scanner.done:
+            seen.end_s = round(time.perf_counter() - sent, 6)
+            # The connection can serve the next request if its body ends now.
+            with suppress(TimeoutError, aiohttp.ClientError, OSError):
+                async with asyncio.timeout(BODY_END_S):
+                    while await response.content.readany():
+                        pass
+        elif not seen.failure:
+            seen.failure = "the stream ended without [DONE]"
+        if not seen.failure and not seen.events_s:
+            seen.failure = "the answer has no text"
+
+    def _note(self, chunk: _Chunk, seen: Observation, now: float) -> None:
+        if chunk.error is not None:
+            seen.failure = f"error in the stream: {chunk.error.message}"[:MAX_REASON_CHARS]
+        if any(self._count_empty or choice.text or choice.delta.has_text for choice in chunk.choices):
+            seen.events_s.append(now)
+        if chunk.usage is not None:
+            seen.prompt_tokens = chunk.usage.prompt_tokens
+            seen.output_tokens = chunk.usage.completion_tokens
 
     def _body(self, request: PlannedRequest) -> dict[str, Any]:
         body: dict[str, Any] = {
@@ -149,8 +186,14 @@ class BenchClient:
 
 
 @asynccontextmanager
-async def connected_client(target: Target, config: BenchConfig) -> AsyncIterator[BenchClient]:
-    """A client that knows the model to request. Raises `BenchFailed`, OSError and `BadCertificate`."""
+async def connected_client(
+    target: Target, config: BenchConfig, *, count_empty: bool = False
+) -> AsyncIterator[BenchClient]:
+    """A client that knows the model to request. Raises `BenchFailed`, OSError and `BadCertificate`.
+
+    Args:
+        count_empty: Whether an event without text counts: of random tokens many are no whole character.
+    """
     headers = {} if config.key is None else {"Authorization": f"Bearer {read_key(config.key)}"}
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(ssl=True if config.ca is None else client_context(config.ca), limit=0),
@@ -158,41 +201,9 @@ async def connected_client(target: Target, config: BenchConfig) -> AsyncIterator
         headers=headers,
         trust_env=False,
     ) as http:
-        client = BenchClient(http, target, config)
+        client = BenchClient(http, target, config, count_empty=count_empty)
         await client.find_model()
         yield client
-
-
-async def _read_stream(response: aiohttp.ClientResponse, seen: Observation, sent: float) -> None:
-    """Note the events of a streamed answer. Raises `BadResponse` and what `NOT_JSON` names."""
-    scanner = sse.Scanner()
-    while not scanner.done and (part := await response.content.readany()):
-        now = round(time.perf_counter() - sent, 6)
-        for event in sse.split(scanner.feed(part)):
-            data = sse.data(event)
-            if data is not None and data != b"[DONE]":
-                _note(msgspec.json.decode(data, type=_Chunk), seen, now)
-    if scanner.done:
-        seen.end_s = round(time.perf_counter() - sent, 6)
-        # The connection can serve the next request if its body ends now.
-        with suppress(TimeoutError, aiohttp.ClientError, OSError):
-            async with asyncio.timeout(BODY_END_S):
-                while await response.content.readany():
-                    pass
-    elif not seen.failure:
-        seen.failure = "the stream ended without [DONE]"
-    if not seen.failure and not seen.events_s:
-        seen.failure = "the answer has no text"
-
-
-def _note(chunk: _Chunk, seen: Observation, now: float) -> None:
-    if chunk.error is not None:
-        seen.failure = f"error in the stream: {chunk.error.message}"[:MAX_REASON_CHARS]
-    if any(choice.text or choice.delta.has_text for choice in chunk.choices):
-        seen.events_s.append(now)
-    if chunk.usage is not None:
-        seen.prompt_tokens = chunk.usage.prompt_tokens
-        seen.output_tokens = chunk.usage.completion_tokens
 
 
 async def _bounded(response: aiohttp.ClientResponse) -> bytes:

@@ -85,13 +85,15 @@ async def _measure_level(
             client = clients[server]
             show(f"{level}, round {number + 1} of {num_rounds}: {client.target.name}")
             requests = workload.requests(level, number, server)
-            rounds[client.target.name].append(await _run_round(client, level, requests))
+            rounds[client.target.name].append(await run_round(client, level, requests, time.perf_counter()))
     return LevelResult(level, rounds)
 
 
-async def _run_round(client: BenchClient, level: Level, requests: Iterator[PlannedRequest]) -> BenchRound:
+async def run_round(
+    client: BenchClient, level: Level, requests: Iterator[PlannedRequest], start: float
+) -> BenchRound:
+    """Send requests at a level to one server. `start` is now, by `perf_counter`."""
     observations: list[Observation] = []
-    start = time.perf_counter()
 
     async def send(request: PlannedRequest) -> None:
         observations.append(await client.send(request, start))

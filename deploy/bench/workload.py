@@ -27,10 +27,13 @@ FEW, MORE = 4, 20
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """One request. `due_s` is when to send it, from the start of its round; 0: as soon as one ends."""
+    """One request. `due_s` is when to send it, from the start of its round; 0: as soon as one ends.
+
+    Only `/v1/completions` takes a prompt of token ids.
+    """
 
     due_s: float
-    prompt: str
+    prompt: str | list[int]
     output_tokens: int
 
 

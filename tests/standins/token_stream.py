@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from enum import StrEnum
 from typing import Any
@@ -34,7 +34,7 @@ class TokenStream:
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
-        self.headers: list[dict[str, str]] = []
+        self.headers: list[Mapping[str, str]] = []
         self.most_at_once = 0
         self._now = 0
         self.url = ""
@@ -45,9 +45,10 @@ class TokenStream:
     async def answer(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.bodies.append(body)
-        self.headers.append(dict(request.headers))
+        self.headers.append(request.headers.copy())
         prompt = body["messages"][0]["content"] if "messages" in body else body["prompt"]
-        usage = {"prompt_tokens": 3 * len(prompt.split()) + 5, "completion_tokens": body["max_tokens"]}
+        length = 3 * len(prompt.split()) + 5 if isinstance(prompt, str) else len(prompt)
+        usage = {"prompt_tokens": length, "completion_tokens": body["max_tokens"]}
         if prompt == Misbehaviour.REFUSES:
             return web.json_response({"error": {"message": "too\nlong"}}, status=400)
         if not body["stream"]:
@@ -60,7 +61,7 @@ class TokenStream:
             self._now -= 1
 
     async def _stream(
-        self, request: web.Request, prompt: str, body: dict[str, Any], usage: dict[str, int]
+        self, request: web.Request, prompt: str | list[int], body: dict[str, Any], usage: dict[str, int]
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)

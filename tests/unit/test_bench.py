@@ -4,13 +4,30 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
-from benchmarks.pd.load import LONG, Seen
+from benchmarks.pd.load import ANSWER, LONG, SHORT, Seen, offer
 from benchmarks.pd.report import write_report
 from benchmarks.pd.timeline import STAGES, timeline
+from tests.standins.token_stream import token_stream
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+async def test_load_for_pairs_is_prompts_of_token_ids_at_a_rate() -> None:
+    began = time.perf_counter()
+    async with token_stream() as server:
+        seen = await offer(server.url, rate=100.0, seconds=0.3, vocabulary=1000)
+    assert 10 < len(seen) < 60
+    assert {one.prompt_tokens for one in seen} == {LONG, SHORT}
+    assert not any(one.error for one in seen)
+    assert {len(one.times) for one in seen} == {ANSWER}
+    assert [one.sent for one in seen] == sorted(one.sent for one in seen)
+    assert all(began < one.sent < one.times[0] <= one.times[-1] < time.perf_counter() for one in seen)
+    prompts = {tuple(body["prompt"]) for body in server.bodies}
+    assert len(prompts) == len(seen)
+    assert all(3 <= token < 1000 for prompt in prompts for token in prompt)
 
 
 def test_stages_are_of_hand_overs_that_began_with_the_prefills_token(tmp_path: Path) -> None:

@@ -48,6 +48,17 @@ async def test_what_is_sent_follows_the_options(server: TokenStream, tmp_path: P
     assert server.headers[-1]["Authorization"] == "Bearer secret"
 
 
+async def test_its_id_is_in_the_observation(server: TokenStream) -> None:
+    seen = await send(server, "words", BenchConfig())
+    assert server.headers[-1]["X-Request-Id"] == seen.request_id != ""
+
+
+async def test_events_without_text_are_counted_if_that_is_wanted(server: TokenStream) -> None:
+    async with connected_client(Target("one", server.url), BenchConfig(), count_empty=True) as client:
+        seen = await client.send(PlannedRequest(0.0, Misbehaviour.NO_TEXT, 3), time.perf_counter())
+    assert (seen.failure, len(seen.events_s)) == ("", 3)
+
+
 async def test_one_token_has_no_time_per_token(server: TokenStream) -> None:
     assert (await send(server, "words", BenchConfig(), tokens=1)).tpot_s is None
 
