@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvferry.deploy.launcher import AgentSpec, Cluster, ClusterSpec
-from tests.system.client import session
+from tests.helpers.client import session
 from tests.system.conversation import TURNS, Conversation, Turn
 
 PAGE = Path(__file__).parents[1] / "docs" / "prefix-reuse.md"

@@ -26,7 +26,7 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from tests.servers import free_port
+from tests.helpers.servers import free_port
 
 EVENT_INTERVAL_S = 0.02
 STREAMS = (64, 256)

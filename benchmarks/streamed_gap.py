@@ -30,7 +30,7 @@ from rich.table import Table
 
 from kvferry.agent.config import BUNDLED_MODELS
 from kvferry.deploy.launcher import AgentSpec, Cluster, ClusterSpec
-from tests.gpu import count_gpus, gpu_names
+from tests.helpers.gpu import count_gpus, gpu_names
 
 TARGET = 0.25
 ANSWER_TOKENS = 4

@@ -22,7 +22,7 @@ import psutil
 
 from benchmarks.proxy_cost import cpu_s
 from kvferry.deploy.launcher import start_process
-from tests.system.client import heldout
+from tests.helpers.client import heldout
 from tests.system.vllm.servers import MODEL, VllmServer, vllm_server
 
 BATCH = 16

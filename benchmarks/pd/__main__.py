@@ -26,7 +26,7 @@ from benchmarks.pd.load import Seen, handovers, offer, read_log, summary, write_
 from benchmarks.pd.report import facts, write_report
 from benchmarks.pd.timeline import timeline
 from kvferry.deploy.launcher import LaunchError
-from tests.gpu import gpu_names
+from tests.helpers.gpu import gpu_names
 
 ROOT = Path(__file__).parents[2]
 WARM_UP = (1.0, 5.0)

@@ -13,9 +13,9 @@ from typing import Any
 import aiohttp
 
 from benchmarks.pd.fleet import MODEL, Setup, System, running
-from tests.servers import descendants, paused
-from tests.system.client import heldout
-from tests.system.metrics import scrape, total
+from tests.helpers.client import heldout
+from tests.helpers.metrics import scrape, total
+from tests.helpers.servers import descendants, paused
 
 TOKENS = 16
 LOGPROB_GAP = 0.1

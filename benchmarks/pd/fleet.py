@@ -15,8 +15,8 @@ from typing import Any, Literal
 import aiohttp
 
 from kvferry.deploy.launcher import start_process
-from tests.servers import free_port, running_server
-from tests.system.metrics import is_shown, scrape, total
+from tests.helpers.metrics import is_shown, scrape, total
+from tests.helpers.servers import free_port, running_server
 
 MODEL = "m"
 START_S, STOP_S = 420.0, 30.0

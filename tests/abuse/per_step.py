@@ -19,8 +19,8 @@ import aiohttp
 
 from kvferry.deploy.launcher import Cluster
 from tests.abuse.watch import MODEL
-from tests.patience import patient
-from tests.system.metrics import scrape, total
+from tests.helpers.metrics import scrape, total
+from tests.helpers.patience import patient
 
 CHOICES = 40
 TOKENS = 1900

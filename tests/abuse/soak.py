@@ -24,7 +24,7 @@ from kvferry.deploy.launcher import Cluster
 from tests.abuse.attacks import ATTACKS, Target
 from tests.abuse.watch import family
 from tests.chaos.judge import Verdict, judge
-from tests.system.client import Answer, RequestFailed, StreamCut, complete, session
+from tests.helpers.client import Answer, RequestFailed, StreamCut, complete, session
 
 CONCURRENCY = 32
 ATTACKERS = 2

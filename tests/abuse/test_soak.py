@@ -9,7 +9,7 @@ from kvferry.deploy.launcher import Cluster
 from tests.abuse.attacks import ATTACKS
 from tests.abuse.soak import ATTACKERS, soak
 from tests.chaos.plan import make_questions
-from tests.system.client import Answer, complete_all
+from tests.helpers.client import Answer, complete_all
 from tests.system.conftest import StartAgent
 
 SEED, QUESTIONS, SECONDS = 17, 8, 8.0

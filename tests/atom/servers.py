@@ -16,7 +16,7 @@ from typing import Any
 
 import aiohttp
 
-from tests.servers import free_port, running_server
+from tests.helpers.servers import free_port, running_server
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ROOT / "build" / "atom"

@@ -24,7 +24,7 @@ from tests.atom import recorded
 from tests.atom.model import ENDS_AT_ONCE, MODEL, SLOW, answer, chat_prompt
 from tests.atom.server import NUM_BLOCKS
 from tests.atom.servers import HEAD, SEED, AtomServer, atom_proxy, atom_server, extract
-from tests.servers import free_port
+from tests.helpers.servers import free_port
 
 ATOM = os.environ.get("ATOM", "")
 READY_S = 120.0

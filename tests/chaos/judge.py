@@ -7,7 +7,7 @@ import enum
 from collections import Counter
 from dataclasses import dataclass, field
 
-from tests.system.client import Answer, Choice, RequestFailed
+from tests.helpers.client import Answer, Choice, RequestFailed
 
 TIE = 1e-3
 """A difference where the reference's decision margin is smaller proves nothing."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tests.system.client import heldout
+from tests.helpers.client import heldout
 
 Blow = Literal["kill", "stop"]
 Part = Literal["api", "engine", "rank", "all"]

@@ -21,9 +21,9 @@ from kvferry.deploy.launcher import Cluster, start_process
 from tests.chaos.judge import ClientLeft, Tally
 from tests.chaos.plan import ROLES, ROUND_REQUESTS, Ask, Round, Strike, make_questions, make_rounds
 from tests.chaos.victims import LEASE_S, MODEL, MORI_FAULT, OutlivedItself, library, make_spec, revive, strike
-from tests.system.client import Answer, RequestFailed, StreamCut, complete, complete_all, session
+from tests.helpers.client import Answer, RequestFailed, StreamCut, complete, complete_all, session
+from tests.helpers.metrics import PAGE_AGE_S, scrape, total, wait_idle
 from tests.system.conftest import wait_ready
-from tests.system.metrics import PAGE_AGE_S, scrape, total, wait_idle
 
 CONCURRENCY = 12
 DEADLINE_S = 90.0

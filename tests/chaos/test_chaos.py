@@ -16,7 +16,7 @@ import pytest_asyncio
 
 from tests.chaos.run import Settings, ask_alone, run
 from tests.chaos.victims import BACKENDS
-from tests.system.client import Answer
+from tests.helpers.client import Answer
 
 ROUND = 75
 ROUNDS = {"tcp": 2, "nixl": 2}

@@ -10,7 +10,7 @@ import pytest
 
 from tests.chaos.judge import ClientLeft, Tally, Verdict, judge
 from tests.chaos.plan import ROLES, make_questions, make_rounds
-from tests.system.client import Answer, Choice, RequestFailed, StreamCut
+from tests.helpers.client import Answer, Choice, RequestFailed, StreamCut
 
 
 def answer(*tokens: int, text: str = "abc", finish: str = "stop", margins: tuple[float, ...] = ()) -> Answer:

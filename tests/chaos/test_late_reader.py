@@ -19,10 +19,10 @@ from kvferry.deploy.launcher import Cluster, Process
 from kvferry.transfer.ids import new_transfer_id
 from tests.chaos.judge import Verdict, judge
 from tests.chaos.victims import BACKENDS, library, processes, stopped
+from tests.helpers.client import Answer, complete_all, heldout, session
+from tests.helpers.metrics import settled, wait_idle
 from tests.standins import faults
-from tests.system.client import Answer, complete_all, heldout, session
 from tests.system.conftest import StartCluster
-from tests.system.metrics import settled, wait_idle
 
 LEASE_S = 1.0
 EXPIRY_S = 10.0

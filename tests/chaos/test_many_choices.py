@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.system.client import Answer, complete_all, heldout
+from tests.helpers.client import Answer, complete_all, heldout
+from tests.helpers.metrics import blocks, settled, total, wait_idle
 from tests.system.conftest import StartCluster
-from tests.system.metrics import blocks, settled, total, wait_idle
 
 BATCH = 8
 CHOICES = 8

@@ -28,9 +28,9 @@ from kvferry.transfer.engine import (
 )
 from tests.contract.pools import allocations, pattern
 from tests.contract.serving_peer import serve
-from tests.forked import Forked
-from tests.gpu import count_gpus, needs_gpus
-from tests.patience import patient
+from tests.helpers.forked import Forked
+from tests.helpers.gpu import count_gpus, needs_gpus
+from tests.helpers.patience import patient
 from tests.standins import mori_io
 
 POOL_BYTES = 16 << 20

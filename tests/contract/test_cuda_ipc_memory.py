@@ -13,7 +13,7 @@ import torch
 from kvferry.transfer.engine import Status
 from tests.contract.conftest import DEADLINE_S, PEER_GPU, READER_GPU, Reader, ServingPeer
 from tests.contract.test_backend import expected, scattered
-from tests.gpu import needs_gpus
+from tests.helpers.gpu import needs_gpus
 
 LEASE_S = 10.0
 SHARE = 3

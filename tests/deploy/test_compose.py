@@ -23,7 +23,7 @@ from kvferry.proxy.config import parse_config as proxy_config
 from tests.deploy.conftest import Docker
 from tests.deploy.containers import Containers
 from tests.deploy.pages import scripts, steps
-from tests.system.client import complete, session
+from tests.helpers.client import complete, session
 
 ROOT = Path(__file__).parents[2]
 COMPOSE = ROOT / "deploy" / "compose" / "compose.yaml"

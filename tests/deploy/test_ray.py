@@ -26,9 +26,9 @@ from tests.deploy.containers import Containers
 from tests.deploy.hosts import Terminal, hosts
 from tests.deploy.pages import scripts, steps
 from tests.deploy.ray_nodes import ADDRESSES, RayNodes, own_network
-from tests.patience import patient
-from tests.system.client import Answer, complete_all, heldout, session
-from tests.system.metrics import scrape, total
+from tests.helpers.client import Answer, complete_all, heldout, session
+from tests.helpers.metrics import scrape, total
+from tests.helpers.patience import patient
 from tests.system.test_up import Up, nodes
 
 ROOT = Path(__file__).parents[2]

@@ -23,8 +23,8 @@ from tests.deploy.containers import Containers
 from tests.deploy.hosts import Host, hosts
 from tests.deploy.pages import scripts
 from tests.deploy.ray_nodes import own_network
-from tests.patience import patient
-from tests.system.client import complete, session
+from tests.helpers.client import complete, session
+from tests.helpers.patience import patient
 
 ROOT = Path(__file__).parents[2]
 UNITS = ROOT / "deploy" / "systemd"

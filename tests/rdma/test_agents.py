@@ -25,12 +25,12 @@ from kvferry.agent.config import START_TIMEOUT_S
 from kvferry.deploy.launcher import Process, start_process
 from tests.chaos.judge import Verdict, judge
 from tests.chaos.test_late_reader import prefill
-from tests.patience import patient
+from tests.helpers.client import Answer, Prompt, RequestFailed, complete_all, heldout, session
+from tests.helpers.metrics import scrape, settled, total, wait_idle
+from tests.helpers.patience import patient
 from tests.rdma.forked_ranks import rank_server
 from tests.standins import faults
-from tests.system.client import Answer, Prompt, RequestFailed, complete_all, heldout, session
 from tests.system.conftest import COMMON_ARGS, MODEL, wait_ready
-from tests.system.metrics import scrape, settled, total, wait_idle
 
 SUMS, RECALLS = 60, 40
 """Held-out prompts, the shortest of their kind: the emulated processor does some thirty tokens a second."""

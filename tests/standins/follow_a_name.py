@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvferry.agent.announce.proxy_names import ProxyName
-from tests.patience import patient
+from tests.helpers.patience import patient
 from tests.standins.dns_server import DnsServer
 
 DEADLINE_S = 60.0

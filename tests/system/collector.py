@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from tests.servers import free_port, running_server
+from tests.helpers.servers import free_port, running_server
 
 ROTEL = Path(__file__).parents[2] / "build/collector/rotel/rotel-agent"
 START_TIMEOUT_S = 20.0

@@ -12,9 +12,9 @@ from typing import Any
 import aiohttp
 
 from kvferry.deploy.launcher import Cluster
-from tests.patience import patient
-from tests.system.client import Answer, complete
-from tests.system.metrics import Samples, scrape, total
+from tests.helpers.client import Answer, complete
+from tests.helpers.metrics import Samples, scrape, total
+from tests.helpers.patience import patient
 
 TURNS = 8
 FIRST_TOKENS = 256

@@ -16,9 +16,9 @@ import aiohttp
 import msgspec
 
 from kvferry.deploy.launcher import AgentSpec, Cluster, ClusterSpec
+from tests.helpers.client import RequestFailed, complete, session
 from tests.standins.agent_at_host import HOST_VARIABLE
 from tests.standins.network import BRIDGE_ADDRESS, Network
-from tests.system.client import RequestFailed, complete, session
 from tests.system.conftest import COMMON_ARGS, MODEL
 
 CLIENTS = 8

@@ -21,10 +21,10 @@ from kvferry.proxy.telemetry.event_log import EventKind
 from kvferry.proxy.telemetry.history import SLICE_S, History
 from kvferry.proxy.telemetry.metrics import Metrics, Totals
 from kvferry.proxy.wire.registration import PULL_BUCKETS
+from tests.helpers.client import complete_all
 from tests.standins.agents import StandInAgent
 from tests.standins.pinging_fleet import PingingFleet
 from tests.system.browser import Page, open_page
-from tests.system.client import complete_all
 
 FLEETS = (4, 200)
 SHOTS = [

@@ -16,10 +16,10 @@ import pytest
 import pytest_asyncio
 
 from kvferry.deploy.launcher import Cluster
-from tests.patience import patient
-from tests.system.client import Answer, complete_all, heldout, session
+from tests.helpers.client import Answer, complete_all, heldout, session
+from tests.helpers.metrics import scrape, total
+from tests.helpers.patience import patient
 from tests.system.conftest import StartAgent, StartCluster
-from tests.system.metrics import scrape, total
 from tests.system.test_migration import kill_api, kill_rank
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.gpu import needs_gpus
-from tests.system.client import complete_all
+from tests.helpers.client import complete_all
+from tests.helpers.gpu import needs_gpus
+from tests.helpers.metrics import wait_idle
 from tests.system.conftest import StartAgent, StartCluster
-from tests.system.metrics import wait_idle
 from tests.system.test_equality import MAX_TIES, bodies, exact_match, expect_answers, ties
 
 COUNT = 60

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
+from tests.helpers.client import Answer, Prompt, complete_all, heldout
+from tests.helpers.metrics import settled, total
 from tests.standins import faults
-from tests.system.client import Answer, Prompt, complete_all, heldout
 from tests.system.conftest import StartCluster
-from tests.system.metrics import settled, total
 from tests.system.test_equality import BLOCK_BYTES, BLOCK_TOKENS
 
 DAMAGED_BLOCK = 4

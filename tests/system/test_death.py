@@ -14,10 +14,10 @@ import pytest
 import pytest_asyncio
 
 from kvferry.deploy.launcher import Cluster
-from tests.deaths import assert_within, exit_s
-from tests.system.client import Answer, complete, complete_all, heldout, session
+from tests.helpers.client import Answer, complete, complete_all, heldout, session
+from tests.helpers.deaths import assert_within, exit_s
+from tests.helpers.metrics import PAGE_AGE_S, scrape, total, wait_idle
 from tests.system.conftest import StartAgent, StartCluster
-from tests.system.metrics import PAGE_AGE_S, scrape, total, wait_idle
 
 LEASE_S = 2.0
 STREAMS = 32

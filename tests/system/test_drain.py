@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from kvferry.deploy.launcher import AgentSpec, Cluster, Process
-from tests.system.client import Answer, complete, heldout, session
+from tests.helpers.client import Answer, complete, heldout, session
+from tests.helpers.metrics import Samples, scrape, total
 from tests.system.conftest import StartCluster
-from tests.system.metrics import Samples, scrape, total
 
 LEASE_S = 20.0
 CONCURRENCY = 12

@@ -27,9 +27,9 @@ import pytest_asyncio
 from filelock import AsyncFileLock
 
 from kvferry.deploy.launcher import Process, start_process
-from tests.system.client import Answer, Choice, Prompt, complete_all, heldout
+from tests.helpers.client import Answer, Choice, Prompt, complete_all, heldout
+from tests.helpers.metrics import STATS_S, scrape, total, wait_idle
 from tests.system.conftest import COMMON_ARGS, MODEL, StartAgent, wait_ready
-from tests.system.metrics import STATS_S, scrape, total, wait_idle
 
 CONCURRENCY = 16
 TIE = 1e-4

@@ -16,7 +16,7 @@ import pytest_asyncio
 from kvferry.agent.api.fields import HARMLESS, REFUSED
 from kvferry.agent.api.openai_schema import HONOURED, ChatBody, CompletionBody
 from kvferry.deploy.launcher import Cluster
-from tests.system.client import heldout
+from tests.helpers.client import heldout
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from kvferry.deploy.launcher import Cluster
-from tests.system.client import Answer, complete_all, heldout
+from tests.helpers.client import Answer, complete_all, heldout
 from tests.system.conftest import StartCluster
 
 SETTLE_S = 2.0

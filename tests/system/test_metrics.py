@@ -19,9 +19,9 @@ import pytest
 import pytest_asyncio
 
 from kvferry.deploy.launcher import Cluster
-from tests.system.client import heldout, session
+from tests.helpers.client import heldout, session
+from tests.helpers.metrics import Samples, is_shown, scrape, settled, total, wait_idle
 from tests.system.conftest import StartCluster
-from tests.system.metrics import Samples, is_shown, scrape, settled, total, wait_idle
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
 

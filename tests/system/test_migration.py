@@ -12,9 +12,9 @@ import psutil
 import pytest
 
 from kvferry.deploy.launcher import Process
-from tests.system.client import Answer, complete_all, heldout
+from tests.helpers.client import Answer, complete_all, heldout
+from tests.helpers.metrics import PAGE_AGE_S, scrape, total, wait_idle
 from tests.system.conftest import StartCluster
-from tests.system.metrics import PAGE_AGE_S, scrape, total, wait_idle
 
 STREAMS = 16
 # Long enough that the agent's counters, a second old at most, still show streams in their midst.

@@ -19,8 +19,8 @@ import pytest_asyncio
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry.deploy.launcher import Cluster
-from tests.servers import free_port
-from tests.system.client import Answer, complete_all, heldout
+from tests.helpers.client import Answer, complete_all, heldout
+from tests.helpers.servers import free_port
 from tests.system.conftest import StartCluster
 
 MONITORING = Path(__file__).parents[2] / "deploy" / "monitoring"

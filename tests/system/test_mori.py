@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 import pytest_asyncio
 
+from tests.helpers.client import Answer, complete_all
 from tests.standins import mori_io
-from tests.system.client import Answer, complete_all
 from tests.system.conftest import StartCluster
 from tests.system.test_equality import CONCURRENCY, Pair, bodies, check_cells, expect_answers
 

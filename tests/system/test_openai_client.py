@@ -15,8 +15,8 @@ import pytest
 import pytest_asyncio
 
 from kvferry.deploy.launcher import Cluster
-from tests.system.client import heldout
-from tests.system.metrics import scrape, total
+from tests.helpers.client import heldout
+from tests.helpers.metrics import scrape, total
 
 
 class Verdict(pydantic.BaseModel):

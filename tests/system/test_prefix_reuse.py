@@ -23,9 +23,10 @@ from kvferry.deploy.launcher import Cluster, Process
 from kvferry.transfer.ids import new_transfer_id
 from tests.chaos.judge import Verdict, judge
 from tests.chaos.victims import processes, stopped
-from tests.patience import patient
+from tests.helpers.client import complete, session
+from tests.helpers.metrics import scrape, settled, total, wait_idle
+from tests.helpers.patience import patient
 from tests.standins import faults
-from tests.system.client import complete, session
 from tests.system.conftest import StartAgent, StartCluster
 from tests.system.conversation import (
     ANSWER_TOKENS,
@@ -36,7 +37,6 @@ from tests.system.conversation import (
     Turn,
     counters_of,
 )
-from tests.system.metrics import scrape, settled, total, wait_idle
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
 

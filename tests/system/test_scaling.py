@@ -15,9 +15,9 @@ import aiohttp
 import pytest
 
 from kvferry.deploy.launcher import start_process
-from tests.system.client import session
+from tests.helpers.client import session
+from tests.helpers.metrics import scrape, total
 from tests.system.conftest import StartCluster
-from tests.system.metrics import scrape, total
 
 MODEL = "ferry-tiny"
 CLIENTS = 24

@@ -19,8 +19,8 @@ import pytest_asyncio
 from tokenizers import Tokenizer
 
 from kvferry.deploy.launcher import Cluster
+from tests.helpers.client import session
 from tests.standins.parrot import make_parrot, prompt
-from tests.system.client import session
 from tests.system.conftest import StartCluster
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]

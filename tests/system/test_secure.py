@@ -17,8 +17,8 @@ from kvferry.deploy.cli import main
 from kvferry.deploy.launcher import AgentSpec
 from kvferry.transfer.control import messages
 from kvferry.transfer.control.endpoints import ControlClient
+from tests.helpers.client import Answer, complete_all, heldout, session
 from tests.standins.certificates import make_certificate
-from tests.system.client import Answer, complete_all, heldout, session
 from tests.system.conftest import COMMON_ARGS, StartCluster
 
 STRANGER_S = 4.0

@@ -17,10 +17,10 @@ import pytest_asyncio
 
 from kvferry.deploy.launcher import Cluster
 from tests.deploy.pages import steps
-from tests.patience import patient
-from tests.system.client import Answer, Prompt, complete_all, heldout, session
+from tests.helpers.client import Answer, Prompt, complete_all, heldout, session
+from tests.helpers.metrics import scrape, total, wait_idle
+from tests.helpers.patience import patient
 from tests.system.conftest import StartCluster
-from tests.system.metrics import scrape, total, wait_idle
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

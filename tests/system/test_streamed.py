@@ -16,9 +16,9 @@ import pytest
 import pytest_asyncio
 
 from kvferry.deploy.launcher import Cluster
-from tests.system.client import Answer, Prompt, complete, complete_all, heldout, session
+from tests.helpers.client import Answer, Prompt, complete, complete_all, heldout, session
+from tests.helpers.metrics import scrape, settled, total, wait_idle
 from tests.system.conftest import StartCluster
-from tests.system.metrics import scrape, settled, total, wait_idle
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -21,10 +21,10 @@ import pytest
 import pytest_asyncio
 
 from kvferry.deploy.launcher import Cluster
+from tests.helpers.client import heldout, session
+from tests.helpers.metrics import scrape, total
 from tests.standins.chat_templates import HERMES
-from tests.system.client import heldout, session
 from tests.system.conftest import StartCluster
-from tests.system.metrics import scrape, total
 from tests.system.test_migration import kill_rank
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]

@@ -22,12 +22,12 @@ import aiohttp
 import pytest
 
 from kvferry.deploy.launcher import Cluster, Process
+from tests.helpers.client import heldout, session
+from tests.helpers.metrics import scrape, total
 from tests.standins import faults
 from tests.standins.trace_collector import CollectedSpan, TraceCollector, trace_collector
-from tests.system.client import heldout, session
 from tests.system.collector import ROTEL, rotel
 from tests.system.conftest import StartCluster
-from tests.system.metrics import scrape, total
 
 pytestmark = pytest.mark.timeout(120)
 

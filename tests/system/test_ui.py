@@ -11,10 +11,10 @@ import pytest
 
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.server import running_proxy
+from tests.helpers.client import Answer, complete_all, heldout
 from tests.standins.agents import StandInAgent
 from tests.standins.pinging_fleet import PingingFleet
 from tests.system.browser import Page, chromium, open_page
-from tests.system.client import Answer, complete_all, heldout
 from tests.system.conftest import StartCluster
 
 pytestmark = [

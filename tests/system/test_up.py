@@ -18,8 +18,8 @@ import aiohttp
 import psutil
 import pytest
 
-from tests.patience import patient
-from tests.system.client import Answer, complete, heldout, session
+from tests.helpers.client import Answer, complete, heldout, session
+from tests.helpers.patience import patient
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.long

@@ -10,10 +10,10 @@ from typing import Any
 import aiohttp
 
 from kvferry.deploy.launcher import AgentSpec, Cluster, ClusterSpec
+from tests.helpers.client import Answer, Prompt, complete_all, heldout
+from tests.helpers.metrics import Samples, scrape, settled, total
 from tests.standins import faults
-from tests.system.client import Answer, Prompt, complete_all, heldout
 from tests.system.conftest import COMMON_ARGS, MODEL
-from tests.system.metrics import Samples, scrape, settled, total
 from tests.system.test_damage import DAMAGED_BLOCK, asked_in_damaged_block, body
 from tests.system.test_equality import BLOCK_BYTES
 

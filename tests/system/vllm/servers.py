@@ -16,8 +16,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.servers import children, descendants, free_port, paused, running_server
-from tests.system.client import heldout
+from tests.helpers.client import heldout
+from tests.helpers.servers import children, descendants, free_port, paused, running_server
 
 ROOT = Path(__file__).parents[3]
 PYTHON = ROOT / os.environ.get("VLLM_ENV", ".venv-vllm") / "bin" / "python"

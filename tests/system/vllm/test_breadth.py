@@ -20,8 +20,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.servers import free_port
-from tests.system.client import heldout, session
+from tests.helpers.client import heldout, session
+from tests.helpers.servers import free_port
 from tests.system.vllm.servers import MARKS, MODEL, PYTHON, ROOT, VllmServer, vllm_server
 from tests.system.vllm.test_kvferry import (
     BATCH,

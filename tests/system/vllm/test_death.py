@@ -19,10 +19,10 @@ from urllib.parse import quote
 import aiohttp
 import psutil
 
-from tests.patience import patient
-from tests.servers import paused
-from tests.system.client import Answer, RequestFailed, StreamCut, complete, heldout, session
-from tests.system.metrics import PAGE_AGE_S, scrape, total
+from tests.helpers.client import Answer, RequestFailed, StreamCut, complete, heldout, session
+from tests.helpers.metrics import PAGE_AGE_S, scrape, total
+from tests.helpers.patience import patient
+from tests.helpers.servers import paused
 from tests.system.test_rolling import ROLES, Fleet
 from tests.system.vllm.fleet import VllmFleet
 from tests.system.vllm.servers import MARKS, MODEL

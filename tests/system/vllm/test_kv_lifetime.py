@@ -15,9 +15,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.patience import patient
-from tests.system.client import heldout
-from tests.system.metrics import PAGE_AGE_S
+from tests.helpers.client import heldout
+from tests.helpers.metrics import PAGE_AGE_S
+from tests.helpers.patience import patient
 from tests.system.vllm.servers import MARKS, MODEL, VllmServer
 from tests.system.vllm.test_kvferry import (
     ENDED,

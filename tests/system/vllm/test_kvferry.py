@@ -20,9 +20,9 @@ import aiohttp
 import pytest
 
 from kvferry.deploy.launcher import start_process
-from tests.servers import free_port
-from tests.system.client import heldout, session
-from tests.system.metrics import is_shown, scrape, total
+from tests.helpers.client import heldout, session
+from tests.helpers.metrics import is_shown, scrape, total
+from tests.helpers.servers import free_port
 from tests.system.vllm.servers import MARKS, MODEL, VllmServer, vllm_server
 
 PROMPTS = 50

@@ -18,7 +18,7 @@ import aiohttp
 import pytest
 
 from kvferry.deploy.launcher import start_process
-from tests.system.client import session
+from tests.helpers.client import session
 from tests.system.vllm.servers import (
     FILLERS,
     LATE_POOL,

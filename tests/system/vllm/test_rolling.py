@@ -10,8 +10,8 @@ from typing import Any
 
 from kvferry.deploy.drain import drain
 from kvferry.deploy.launcher import Process
-from tests.system.client import heldout
-from tests.system.metrics import scrape, total
+from tests.helpers.client import heldout
+from tests.helpers.metrics import scrape, total
 from tests.system.test_rolling import (
     NONE,
     PROXIES,

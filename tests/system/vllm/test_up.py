@@ -10,9 +10,9 @@ import signal
 from pathlib import Path
 from unittest.mock import patch
 
-from tests.patience import patient
-from tests.system.client import Answer, complete, heldout, session
-from tests.system.metrics import scrape, total
+from tests.helpers.client import Answer, complete, heldout, session
+from tests.helpers.metrics import scrape, total
+from tests.helpers.patience import patient
 from tests.system.test_up import nodes, up
 from tests.system.vllm.servers import ENVIRONMENT, MARKS, MODEL, PYTHON, START_TIMEOUT_S, engine_words
 

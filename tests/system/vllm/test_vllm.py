@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 
 from kvferry.deploy.launcher import start_process
-from tests.system.client import complete_all, heldout, session
+from tests.helpers.client import complete_all, heldout, session
 from tests.system.vllm.servers import MARKS, MODEL, VllmServer, vllm_server
 
 PROMPTS = 50

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from kvferry.common.child_process import ChildProcess, ParentGone
-from tests.deaths import assert_within
+from tests.helpers.deaths import assert_within
 
 CHILD = "import os; from kvferry.common.child_process import die_with_parent; die_with_parent(os.getppid()); "
 

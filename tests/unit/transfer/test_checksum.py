@@ -16,7 +16,7 @@ from kvferry.transfer.checksum import (
 )
 from kvferry.transfer.layout import KVGeometry, LayerView, num_columns, source_columns
 from kvferry.transfer.memory import own_pool, pool_of_layers
-from tests.gpu import needs_gpus
+from tests.helpers.gpu import needs_gpus
 from tests.unit.transfer.plans import plan_spans
 from tests.unit.transfer.rig import GEOMETRY
 

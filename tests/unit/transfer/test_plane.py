@@ -25,7 +25,7 @@ from kvferry.transfer.plane import one_group
 from kvferry.transfer.producer.lease import LeaseTable
 from kvferry.transfer.ranks.channel import RankSocket
 from kvferry.transfer.sampled_tokens import SampledToken, SampledTokens
-from tests.deaths import assert_within
+from tests.helpers.deaths import assert_within
 from tests.unit.transfer.rig import GEOMETRY, NUM_BLOCKS, Agent, assert_same_kv
 
 THEIRS = [3, 4, 5, 9, 1]

@@ -10,7 +10,7 @@ import pytest
 
 from kvferry.transfer.events import LeaseEnded, PullDone, PullFailed, PullQuiescent
 from kvferry.transfer.plane import one_group
-from tests.forked import Forked
+from tests.helpers.forked import Forked
 from tests.unit.transfer.agent_process import OURS, THEIRS, TOKENS, consume, produce
 from tests.unit.transfer.rig import Agent, assert_same_kv
 from tests.unit.transfer.test_plane import BACKENDS

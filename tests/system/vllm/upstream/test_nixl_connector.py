@@ -15,7 +15,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from tests.system.client import session
+from tests.helpers.client import session
 from tests.system.vllm.servers import MARKS, VllmServer, vllm_server
 from tests.system.vllm.test_breadth import Drawn, draw, hand_over, models, prompt_ids
 

@@ -20,7 +20,7 @@ from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.fleet.address_rules import RejectReason
 from kvferry.proxy.fleet.snapshot import Node
 from kvferry.proxy.server import RunningProxy, running_proxy
-from tests.servers import free_port
+from tests.helpers.servers import free_port
 from tests.standins.watched_server import WatchedServer
 
 DEADLINE_S = 20.0

@@ -28,7 +28,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvferry.agent.api.text.tokenizer import Tokenizer
 from kvferry.common.http.server import MAX_HEAD_BYTES
 from kvferry.proxy.wire.registration import Ack, Bye, Register, decode_agent_message, encode
-from tests.deaths import assert_within, exit_s
+from tests.helpers.deaths import assert_within, exit_s
 from tests.standins.checkpoint import byte_level_tokenizer, write_checkpoint
 from tests.standins.engine import CACHED_TOKENS, CONTROL_PORT, MAX_MODEL_LEN, Seed
 

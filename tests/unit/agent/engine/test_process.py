@@ -26,7 +26,7 @@ from kvferry.agent.messages.requests import (
 from kvferry.transfer.control import messages as wire
 from kvferry.transfer.control.endpoints import ControlClient
 from kvferry.transfer.plane import RemotePrompt
-from tests.deaths import assert_within, exit_s
+from tests.helpers.deaths import assert_within, exit_s
 from tests.standins.api_process import StandInApi, tiny_config, tokens_of
 from tests.unit.agent.worker.tiny_models import reference_answer, save_checkpoint
 

@@ -20,8 +20,8 @@ from kvferry.agent.config import BUNDLED_MODELS
 from kvferry.agent.vllm.launch import VllmEngineConfig, _port_kept, with_chosen_engine
 from kvferry.common.options import take_option
 from kvferry.transfer.net import CannotBind
-from tests.patience import patient
-from tests.servers import free_port
+from tests.helpers.patience import patient
+from tests.helpers.servers import free_port
 
 ROOT = Path(__file__).parents[4]
 SERVER = """

@@ -23,7 +23,7 @@ from kvferry.agent.vllm.startup import start_connector_scheduler
 from kvferry.proxy.wire.registration import Role
 from kvferry.transfer.engine import usable
 from kvferry.transfer.layout import split_heads
-from tests.patience import patient
+from tests.helpers.patience import patient
 from tests.standins.vllm_scheduler import Status, VllmRequest, VllmScheduler, prompt
 from tests.standins.vllm_specs import (
     FullAttentionSpec,

@@ -34,7 +34,7 @@ from kvferry.agent.worker.sampler import sample_tokens
 from kvferry.agent.worker.shm_allgather import RankExchange
 from kvferry.agent.worker.tensor_parallel import Group, TensorParallelPlan
 from kvferry.agent.worker.weights import CheckpointWeights
-from tests.gpu import needs_gpus
+from tests.helpers.gpu import needs_gpus
 from tests.unit.agent.worker.tiny_models import (
     BLOCK_SIZE,
     CONFIGS,

@@ -19,7 +19,7 @@ from kvferry.common.curve import ClusterKey
 from kvferry.common.engine_servers import monitor
 from kvferry.common.telemetry import recurring_warnings
 from kvferry.deploy import keygen
-from tests.servers import free_port
+from tests.helpers.servers import free_port
 from tests.standins.agents import StandInAgent
 from tests.unit.proxy.builders import registration
 from tests.unit.proxy.conftest import Stage, StartStage

@@ -21,7 +21,7 @@ from kvferry.proxy import sse
 from kvferry.proxy.dialects.sent_tokens import MAX_LINES_BYTES
 from kvferry.proxy.errors import MAX_AGENT_MESSAGE_CHARS
 from kvferry.proxy.http.upstream_connection import MAX_HEAD_BYTES
-from tests.patience import patient
+from tests.helpers.patience import patient
 from tests.standins.agents import StandInAgent
 from tests.standins.raw_server import EVENT, STREAM_HEAD, Flood, RawServer, chunk, stream, whole
 from tests.unit.proxy.conftest import Stage

@@ -20,8 +20,8 @@ from kvferry.transfer.ids import TransferId
 from kvferry.transfer.plane import one_group
 from kvferry.transfer.ranks.messages import CancelRead, Command, Read
 from kvferry.transfer.ranks.reads import RankReader
-from tests.deaths import assert_within
-from tests.forked import Forked
+from tests.helpers.deaths import assert_within
+from tests.helpers.forked import Forked
 from tests.unit.transfer.agent_process import OURS, THEIRS, TOKENS, produce
 from tests.unit.transfer.rig import Agent, assert_same_kv
 from tests.unit.transfer.test_plane import needs_nixl
