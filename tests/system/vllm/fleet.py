@@ -24,7 +24,8 @@ PATIENCE = "6"
 
 
 class VllmFleet(Fleet):
-    """See `Fleet`. `agent_args` are of `kvferry agent`; each server runs `max_running` sequences at once.
+    """See `Fleet`. `agent_args` are of `kvferry agent`, `words` of vLLM; each server runs `max_running`
+    sequences at once.
 
     Two cores that start and serve several engines may be late with pings: the proxies wait `PATIENCE` times
     as long for them.
@@ -35,15 +36,23 @@ class VllmFleet(Fleet):
     stop_grace_s = STOP_TIMEOUT_S
     deadline_s = patient(300.0)
 
-    def __init__(self, log_dir: Path, agent_args: tuple[str, ...], max_running: int) -> None:
+    def __init__(
+        self,
+        log_dir: Path,
+        agent_args: tuple[str, ...],
+        max_running: int,
+        model: Path = MODEL_DIR,
+        words: tuple[str, ...] = (),
+    ) -> None:
         super().__init__(log_dir, agent_args)
-        self._engine_words = engine_words(max_running)
+        self._model = model
+        self._engine_words = (*engine_words(max_running), "--enable-prefix-caching", *words)
         self._stack.enter_context(patch.dict(os.environ, {**ENVIRONMENT, "KVFERRY_TEST_PATIENCE": PATIENCE}))
 
     def agent_words(self, role: str, where: list[str]) -> tuple[str, ...]:
         return (
             "-m", "kvferry.deploy", "agent", "--engine", "vllm", "--engine-python", str(PYTHON),
-            "--model", str(MODEL_DIR), "--served-model-name", MODEL, "--role", role,
+            "--model", str(self._model), "--served-model-name", MODEL, "--role", role,
             "--port", str(free_port()), "--control-port", "0", *where, *self._agent_args,
-            "--", *self._engine_words, "--enable-prefix-caching",
+            "--", *self._engine_words,
         )  # fmt: skip

@@ -155,6 +155,22 @@ def hand_over(**params: Any) -> dict[str, Any]:
     }
 
 
+async def handed_over(
+    http: aiohttp.ClientSession, lender: VllmServer, fetcher: VllmServer, ids: list[int], case: Case
+) -> dict[str, Drawn]:
+    """Answers that go on from what one server fetched from another, by the way of those that can be compared:
+    from all of the prompt but its last token, and after the lender's token.
+    """
+    _, params = await draw(http, lender.url, ids, 1, hand_over())
+    found, _ = await draw(http, fetcher.url, ids, params=params)
+    ways = {} if case.rounds else {"the prompt": found}
+    if case.continuable:
+        first, params = await draw(http, lender.url, ids, 1, hand_over(first_token=True))
+        rest, _ = await draw(http, fetcher.url, [*ids, *first.ids], ANSWER - 1, params)
+        ways["and the first token"] = Drawn(first.ids + rest.ids, first.logprobs + rest.logprobs)
+    return ways
+
+
 async def settled(http: aiohttp.ClientSession, server: VllmServer, transfers: int) -> None:
     """Figures are reported with a step."""
     async with asyncio.timeout(30):
@@ -179,16 +195,8 @@ async def test_a_server_goes_on_from_what_it_fetched_from_itself(
         for length in LENGTHS:
             ids = prompt_ids(length)
             wanted, _ = await draw(http, server.url, ids)
-            _, params = await draw(http, server.url, ids, 1, hand_over())
-            found, _ = await draw(http, server.url, ids, params=params)
-            if not case.rounds:
-                found.assert_equal(wanted, f"{length} tokens", tolerance)
-            if not case.continuable:
-                continue
-            first, params = await draw(http, server.url, ids, 1, hand_over(first_token=True))
-            rest, _ = await draw(http, server.url, [*ids, *first.ids], ANSWER - 1, params)
-            whole = Drawn(first.ids + rest.ids, first.logprobs + rest.logprobs)
-            whole.assert_equal(wanted, f"{length} tokens and the first", tolerance)
+            for way, found in (await handed_over(http, server, server, ids, case)).items():
+                found.assert_equal(wanted, f"{length} tokens, {way}", tolerance)
         transfers = (1 + case.continuable) * len(LENGTHS)
         await settled(http, server, transfers)
         assert await server.sample(http, TRANSFERS) == transfers

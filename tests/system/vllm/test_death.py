@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Killed processes of vLLM servers, in the midst of a pull: nothing hangs, nothing leaks, the others go on.
+"""Killed processes of vLLM servers, while leases are held, KV is pulled, or answers are decoded: nothing
+hangs, nothing leaks, the others go on.
 
 `make test-vllm`.
 """
@@ -12,6 +13,8 @@ import secrets
 import signal
 import time
 from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -26,19 +29,27 @@ from tests.helpers.servers import paused
 from tests.system.test_rolling import ROLES, Fleet
 from tests.system.vllm.fleet import VllmFleet
 from tests.system.vllm.servers import MARKS, MODEL
+from tests.system.vllm.test_breadth import models
 
 LEASE_S = 5.0
-PULLS = 4
-"""Requests whose KV is being read, or about to be, when the process is killed: half of them streams."""
+CAUGHT = 4
+"""Requests that are in the midst of it when a process is killed: half of them streams."""
 OTHERS = 8
 """Requests that come just after its death."""
 TITLES = {"worker": "VLLM::Worker", "engine": "VLLM::EngineCore", "api": "openai.api_server"}
 """A part of each process's command line."""
+LONG = 400
+"""Tokens of answers that are being decoded then."""
+FLAGS = ("--lease-s", str(LEASE_S))
 HANGS_S = patient(90.0)
 """After which a request, or a process that should have ended, counts as hung."""
 ANSWERED = "vllm:request_success_total"
 IN_USE = "vllm:kv_cache_usage_perc"
 
+Asked = tuple[Sequence[dict[str, Any]], Sequence[Answer]]
+"""Requests and the answers that they should get."""
+
+__all__ = ["models"]
 pytestmark = MARKS
 
 
@@ -53,22 +64,40 @@ def bodies(count: int) -> list[dict[str, Any]]:
 
 async def test_any_process_of_either_server_is_killed_in_the_midst_of_a_pull(tmp_path: Path) -> None:
     """A third server, which serves both legs, goes on throughout; what was killed is started again."""
+    async with VllmFleet(tmp_path, FLAGS, OTHERS) as fleet, session() as http:
+        await killed(fleet, http, [(role, kind, "pulled") for role in ROLES for kind in TITLES])
+
+
+async def test_any_process_of_servers_with_several_groups_is_killed(models: Path, tmp_path: Path) -> None:
+    """Each role at each moment, and each kind of process at each."""
+    moments = [
+        *(("prefill", "worker", "held"), ("prefill", "engine", "pulled"), ("prefill", "api", "decoded")),
+        *(("decode", "worker", "decoded"), ("decode", "engine", "held"), ("decode", "api", "pulled")),
+    ]
+    async with VllmFleet(tmp_path, FLAGS, OTHERS, model=models / "gemma3") as fleet, session() as http:
+        await killed(fleet, http, moments)
+
+
+async def killed(
+    fleet: VllmFleet, http: aiohttp.ClientSession, moments: Sequence[tuple[str, str, str]]
+) -> None:
+    await fleet.start_agent("both")
+    await fleet.wait_ready()
+    spare = fleet.processes[fleet.agents()[-1]].url
     asked = bodies(OTHERS)
-    async with VllmFleet(tmp_path, ("--lease-s", str(LEASE_S)), OTHERS) as fleet, session() as http:
-        await fleet.start_agent("both")
+    wanted = [await complete(http, spare, salted(body)) for body in asked]
+    long = [body | {"max_tokens": LONG} for body in asked[:CAUGHT]]
+    wanted_long = [await complete(http, spare, salted(body)) for body in long]
+    for role, kind, moment in moments:
+        caught = (long, wanted_long) if moment == "decoded" else (asked[:CAUGHT], wanted[:CAUGHT])
+        running, found = await struck(fleet, http, role, kind, moment, caught, (asked, wanted))
+        freed_s = await wait_freed(fleet)
+        what = f"{role}'s {kind} killed while {CAUGHT} are {moment}, {running} running"
+        print(f"{what}: {dict(found)}, blocks free {freed_s:.1f} s later", flush=True)
+        assert not found["wrong"] and not found["untyped"]
+        assert found["right, others"] == OTHERS, "they go on elsewhere"
+        await fleet.start_agent(role)
         await fleet.wait_ready()
-        spare = fleet.processes[fleet.agents()[-1]].url
-        wanted = [await complete(http, spare, salted(body)) for body in asked]
-        for role in ROLES:
-            for kind in TITLES:
-                pulls, found = await struck(fleet, http, role, kind, asked, wanted)
-                freed_s = await wait_freed(fleet)
-                what = f"{role}'s {kind} killed in {pulls} pulls"
-                print(f"{what}: {dict(found)}, blocks free {freed_s:.1f} s later", flush=True)
-                assert not found["wrong"] and not found["untyped"]
-                assert found["right, others"] == OTHERS, "they go on elsewhere"
-                await fleet.start_agent(role)
-                await fleet.wait_ready()
 
 
 async def struck(
@@ -76,12 +105,13 @@ async def struck(
     http: aiohttp.ClientSession,
     role: str,
     kind: str,
-    asked: list[dict[str, Any]],
-    wanted: list[Answer],
+    moment: str,
+    caught: Asked,
+    others: Asked,
 ) -> tuple[int, Counter[str]]:
     """Kill one process of the server with that role, and see all of it end.
 
-    Return how many prompts' KV was being read, and a count of how requests end.
+    Return how many requests the decode server had blocks for, and a count of how requests end.
     """
     proxy = fleet.urls[0]
     names = {name.partition("-")[0]: name for name in fleet.agents()}
@@ -89,30 +119,55 @@ async def struck(
     victim = fleet.processes.pop(names[role])
     family = psutil.Process(victim.pid).children(recursive=True)
     answered = await counted(prefill.url, ANSWERED)
-    with paused(pids_of(decode.pid, "worker")):
+
+    async def decode_runs(least: int) -> int:
+        async with asyncio.timeout(HANGS_S):
+            while (running := (await node_of(http, proxy, decode.url))["load"]["running"]) < least:
+                await asyncio.sleep(0.05)
+        return int(running)
+
+    async with AsyncExitStack() as stack:
+        if moment == "pulled":
+            # The engine goes on: one that is stopped for longer than a few seconds stops announcing itself.
+            stack.enter_context(paused(pids_of(decode.pid, "worker")))
+        elif moment == "held":
+            await stack.enter_async_context(all_slots_taken(http, decode.url))
+            await decode_runs(OTHERS)
         await turn(http, proxy, spare.url, "cordon")
-        # The engine goes on: one that is stopped for longer than a few seconds stops announcing itself.
-        pulling = [
-            asyncio.create_task(outcome(http, proxy, *each))
-            for each in zip(asked[:PULLS], wanted, strict=False)
-        ]
+        catching = [asyncio.create_task(outcome(http, proxy, *each)) for each in zip(*caught, strict=True)]
         async with asyncio.timeout(HANGS_S):
-            while await counted(prefill.url, ANSWERED) < answered + PULLS:
+            while await counted(prefill.url, ANSWERED) < answered + CAUGHT:
                 await asyncio.sleep(0.05)
-        async with asyncio.timeout(HANGS_S):
-            while not (pulls := (await node_of(http, proxy, decode.url))["load"]["running"]):
-                await asyncio.sleep(0.05)
+        running = await decode_runs(1)
         await turn(http, proxy, spare.url, "uncordon")
         for pid in pids_of(victim.pid, kind):
             os.kill(pid, signal.SIGKILL)
     async with asyncio.timeout(HANGS_S):
-        others = [outcome(http, proxy, *each) for each in zip(asked, wanted, strict=True)]
-        found = Counter([f"{each}, others" for each in await asyncio.gather(*others)])
-        found.update(await asyncio.gather(*pulling))
+        going_on = [outcome(http, proxy, *each) for each in zip(*others, strict=True)]
+        found = Counter([f"{each}, others" for each in await asyncio.gather(*going_on)])
+        found.update(await asyncio.gather(*catching))
         assert await victim.process.wait() == 1
         while any(map(runs, family)):  # one fate
             await asyncio.sleep(0.1)
-    return pulls, found
+    return running, found
+
+
+@asynccontextmanager
+async def all_slots_taken(http: aiohttp.ClientSession, url: str) -> AsyncIterator[None]:
+    """Requests of which a server runs as many as it can at once; they are given up at the end."""
+
+    async def ask(number: int) -> None:
+        asked = {"model": MODEL, "prompt": f"{number}", "max_tokens": 900, "ignore_eos": True}
+        async with http.post(f"{url}/v1/completions", json=asked) as response:
+            await response.read()
+
+    asking = [asyncio.create_task(ask(number)) for number in range(OTHERS)]
+    try:
+        yield
+    finally:
+        for each in asking:
+            each.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
 
 
 def runs(process: psutil.Process) -> bool:

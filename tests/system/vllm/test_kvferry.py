@@ -95,18 +95,19 @@ async def started(
         proxy = await start_process("proxy", words, log_dir)
         stack.push_async_callback(proxy.stop)
         discovery = f"127.0.0.1:{proxy.listening['discovery_port']}"
-        start = {"log_dir": log_dir, "proxy": discovery}
-        prefill, decode = [
-            await stack.enter_async_context(vllm_server(name, role, tp=ranks, **start, **settings))
-            for name, role, ranks in zip(
-                ("prefill", "decode"), ("kv_producer", "kv_consumer"), tp, strict=True
-            )
-        ]
-        another = None
+        roles = [("prefill", "kv_producer", tp[0]), ("decode", "kv_consumer", tp[1])]
         if spare:
-            another = await stack.enter_async_context(
-                vllm_server("spare", "kv_consumer", **start, **settings)
-            )
+            roles.append(("spare", "kv_consumer", 1))
+        async with asyncio.TaskGroup() as group:
+            starting = [
+                group.create_task(
+                    stack.enter_async_context(
+                        vllm_server(name, role, tp=ranks, log_dir=log_dir, proxy=discovery, **settings)
+                    )
+                )
+                for name, role, ranks in roles
+            ]
+        prefill, decode, *others = (server.result() for server in starting)
         http = await stack.enter_async_context(session())
         async with asyncio.timeout(60):
             while True:
@@ -114,7 +115,7 @@ async def started(
                     if response.status == 200:
                         break
                 await asyncio.sleep(0.1)
-        yield Stack(prefill, decode, proxy.url, http, another)
+        yield Stack(prefill, decode, proxy.url, http, *others)
 
 
 @pytest.mark.parametrize("transfer", ["tcp", "nixl"])

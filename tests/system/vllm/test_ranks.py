@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Servers of several ranks and pipeline stages go on from each other's prompts, whichever has more
+(`make test-vllm`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from pathlib import Path
+from types import MappingProxyType
+
+import pytest
+
+from tests.servers import free_port
+from tests.system.client import session
+from tests.system.vllm.servers import MARKS, vllm_server
+from tests.system.vllm.test_breadth import (
+    CASES,
+    TRANSFERS,
+    draw,
+    handed_over,
+    models,
+    prompt_ids,
+    settled,
+)
+from tests.system.vllm.test_kvferry import FAILED, RECOMPUTED
+
+__all__ = ["models"]
+pytestmark = MARKS
+
+LENGTHS = (33, 64, 95, 128, 200, 321)
+SIZES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "one rank": (),
+        "two ranks": ("--tensor-parallel-size", "2"),
+        # Without compilation a second stage gets no tensors from the first on CPUs.
+        "two stages": ("--pipeline-parallel-size", "2", "--no-enforce-eager"),
+    }
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [("llama", tuple(SIZES)), ("gemma3", tuple(SIZES)), ("deepseek_v3", ("one rank", "two ranks"))],
+)
+async def test_servers_of_any_ranks_and_stages_go_on_from_each_others_prompts(
+    name: str, sizes: tuple[str, ...], models: Path, tmp_path: Path
+) -> None:
+    case, nobody = CASES[name], f"127.0.0.1:{free_port()}"
+    async with AsyncExitStack() as stack, session() as http:
+        async with asyncio.TaskGroup() as group:
+            starting = {
+                size: group.create_task(
+                    stack.enter_async_context(
+                        vllm_server(
+                            size.replace(" ", "-"),
+                            "kv_both",
+                            tmp_path,
+                            proxy=nobody,
+                            model=models / name,
+                            words=(*case.words, *SIZES[size]),
+                        )
+                    )
+                )
+                for size in sizes
+            }
+        servers = {size: server.result() for size, server in starting.items()}
+        for length in LENGTHS:
+            ids = prompt_ids(length)
+            wanted, _ = await draw(http, servers["one rank"].url, ids)
+            for lender in sizes:
+                for fetcher in sizes:
+                    ways = await handed_over(http, servers[lender], servers[fetcher], ids, case)
+                    for way, found in ways.items():
+                        what = f"{length} tokens, {way}, from {lender} to {fetcher}"
+                        found.assert_equal(wanted, what, 1e-3)
+        transfers = 2 * len(sizes) * len(LENGTHS)
+        for server in servers.values():
+            await settled(http, server, transfers)
+            assert await server.sample(http, TRANSFERS) == transfers
+            assert await server.sample(http, RECOMPUTED) == await server.sample(http, FAILED) == 0
