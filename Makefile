@@ -18,7 +18,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .DEFAULT_GOAL := help
 .PHONY: help env demo test test-parts coverage test-full test-gpu test-vllm test-clients test-deploy test-deploy-lint test-atom test-rdma test-traces test-versions chaos soak model-check fuzz-api \
 	fuzz-discovery hammer mutants check format bench-proxy bench-vllm bench-fleet bench-streams bench-streamed bench-transfer bench-pd \
-	dialect-table model-table field-table prefix-table lifecycles reference dashboards cuda-requirements site train clean
+	dialect-table served-table model-table field-table prefix-table lifecycles reference dashboards cuda-requirements site train clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-17s %s\n", $$1, $$2}' Makefile
@@ -189,6 +189,9 @@ bench-vllm: $(STAMP) ## what the connector costs a vLLM server on CPUs, beside o
 
 dialect-table: $(STAMP) ## bring the tables in docs/dialects/README.md up to date with the code
 	$(BIN)/python -m tests.unit.proxy.dialects.dialect_table --write
+
+served-table: $(STAMP) ## bring the table of what is served in docs/engines/vllm.md up to date with the code
+	$(BIN)/python -m tests.unit.agent.vllm.served_table --write
 
 model-table: $(STAMP) ## bring the tables in docs/models.md up to date with the tests
 	$(BIN)/python -m tests.unit.agent.worker.model_table --write

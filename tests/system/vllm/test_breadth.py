@@ -47,7 +47,7 @@ BLOCK = 32
 ANSWER = 12
 LENGTHS = (2, 5, 31, 32, 33, 63, 64, 65, 95, 96, 97, 100, 127, 128, 129, 159, 160, 200, 256, 321, 640)
 """Among them multiples of a block and of a chunk, and k blocks + W − 1, where a window loses a block."""
-CHATS = 9
+OTHERS = 9
 LATE_LENGTHS = range(65, 320, 13)
 """20 of them."""
 WHOLE_PROMPTS = "vllm:kvferry_whole_prompts_total"
@@ -63,12 +63,14 @@ class Case:
             one than in a prompt: only answers that go on after the prefill's token can be compared.
         continuable: Its answers depend on token ids alone, so that the prefill's token may be shown.
         hybrid: Not all layers keep all tokens' KV: a prompt of one token is computed where it is decoded.
+        chats: vLLM writes its chats with tokens that the bundled model's vocabulary has.
     """
 
     words: tuple[str, ...] = ()
     rounds: bool = False
     continuable: bool = True
     hybrid: bool = True
+    chats: bool = True
 
 
 CASES: Mapping[str, Case] = MappingProxyType(
@@ -83,7 +85,7 @@ CASES: Mapping[str, Case] = MappingProxyType(
         "llama pp": Case(("--pipeline-parallel-size", "2", "--no-enforce-eager"), hybrid=False),
         "mistral": Case(),
         "gemma3": Case(),
-        "gpt_oss": Case(continuable=False),
+        "gpt_oss": Case(continuable=False, chats=False),
         "llama4": Case(),
         "deepseek_v3": Case(("--block-size", "16", "--no-enable-prefix-caching"), rounds=True, hybrid=False),
         "nemotron_h": Case(("--no-enable-prefix-caching",)),
@@ -222,7 +224,7 @@ async def test_a_pair_answers_as_one_server_does(name: str, models: Path, tmp_pa
         for stream in (True, False):
             for sampling in samplings if stream or not case.rounds else ():
                 # With logprobs a stream's first token comes from the decode server.
-                asked = [each | sampling for each in bodies(logprobs=not stream)]
+                asked = [each | sampling for each in bodies(logprobs=not stream, chats=case.chats)]
                 # What rounds gives other digits in a batch of another size.
                 at_once = 1 if case.rounds else CONCURRENCY
                 plain = [salted(each) for each in asked]
@@ -246,12 +248,12 @@ async def moved(stack: Stack) -> tuple[float, float, float]:
     return *await stack.moved(), await stack.decode.sample(stack.http, WHOLE_PROMPTS)
 
 
-def bodies(*, logprobs: bool) -> list[dict[str, Any]]:
-    """Prompts of each length, and chats."""
+def bodies(*, logprobs: bool, chats: bool) -> list[dict[str, Any]]:
+    """Prompts of each length, and others that are chats where there can be any."""
     prompts: list[dict[str, Any]] = [
         body("", chat=False) | {"prompt": prompt_ids(length)} for length in LENGTHS
     ]
-    prompts += [body(prompt.prompt, chat=True) for prompt in heldout(CHATS)]
+    prompts += [body(prompt.prompt, chat=chats) for prompt in heldout(OTHERS)]
     # An answer that ends with its first token is not handed over.
     return [
         {key: value for key, value in each.items() if logprobs or "logprobs" not in key}

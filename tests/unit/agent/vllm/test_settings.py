@@ -10,30 +10,7 @@ import pytest
 
 from kvferry.agent.vllm.identity import is_continuable
 from kvferry.agent.vllm.settings import NotServed, check_served, read_settings, role_of
-
-
-def vllm_config(**changes: Any) -> Any:
-    """A `VllmConfig` that is served, but for the changes."""
-    parts: dict[str, dict[str, Any]] = {
-        "parallel_config": {
-            "pipeline_parallel_size": 1,
-            "data_parallel_size": 1,
-            "data_parallel_index": 0,
-            "decode_context_parallel_size": 1,
-            "prefill_context_parallel_size": 1,
-            "nnodes": 1,
-            "distributed_executor_backend": "mp",
-        },
-        "model_config": {"model": "m", "enable_sleep_mode": False, "use_mla": False, "is_hybrid": False},
-        "cache_config": {"cache_dtype": "auto", "calculate_kv_scales": False},
-        "kv_transfer_config": {"engine_id": "b1c2_dp0_a"},
-    }
-    config = SimpleNamespace(**{name: SimpleNamespace(**fields) for name, fields in parts.items()})
-    config.speculative_config = changes.pop("speculative_config", None)
-    for name, value in changes.items():
-        (part,) = [part for part, fields in parts.items() if name in fields]
-        setattr(getattr(config, part), name, value)
-    return config
+from tests.unit.agent.vllm.configs import vllm_config
 
 
 @pytest.mark.parametrize("version", ["0.24.0", "0.29.0", "0.32.0+cpu", "0.33.1"])
