@@ -80,13 +80,14 @@ class VllmServer:
 
     async def sample(self, http: aiohttp.ClientSession, name: str, label: str = "") -> float:
         """The sum of a metric's samples over engines; with a label, of those that have it."""
+        return sum(value for line, value in await self.samples(http, name) if label in line)
+
+    async def samples(self, http: aiohttp.ClientSession, name: str) -> list[tuple[str, float]]:
+        """A metric's samples, each behind its name with labels."""
         async with http.get(f"{self.url}/metrics") as response:
             lines = (await response.text()).splitlines()
-        return sum(
-            float(line.rsplit(" ", 1)[1])
-            for line in lines
-            if line.replace("{", " ").partition(" ")[0] == name and label in line
-        )
+        found = [line.rsplit(" ", 1) for line in lines if line.replace("{", " ").partition(" ")[0] == name]
+        return [(labelled, float(value)) for labelled, value in found]
 
 
 @asynccontextmanager
