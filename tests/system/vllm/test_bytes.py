@@ -15,8 +15,8 @@ from types import MappingProxyType
 import aiohttp
 import pytest
 
-from tests.servers import free_port
-from tests.system.client import session
+from tests.helpers.client import session
+from tests.helpers.servers import free_port
 from tests.system.vllm.servers import MARKS, VllmServer, vllm_server
 from tests.system.vllm.test_breadth import TRANSFERS, draw, hand_over, models, prompt_ids, settled
 from tests.system.vllm.test_kv_lifetime import BYTES

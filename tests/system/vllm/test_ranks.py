@@ -13,8 +13,8 @@ from types import MappingProxyType
 
 import pytest
 
-from tests.servers import free_port
-from tests.system.client import session
+from tests.helpers.client import session
+from tests.helpers.servers import free_port
 from tests.system.vllm.servers import MARKS, vllm_server
 from tests.system.vllm.test_breadth import (
     CASES,
