@@ -24,19 +24,14 @@ from tests.helpers.client import heldout, session
 from tests.helpers.servers import free_port
 from tests.system.vllm.servers import MARKS, MODEL, PYTHON, ROOT, VllmServer, vllm_server
 from tests.system.vllm.test_kvferry import (
-    BATCH,
     CONCURRENCY,
-    ENDED,
     FAILED,
-    LEASE_S,
-    NUM_BLOCKS,
     RECOMPUTED,
     TRANSFERS,
     Stack,
     answers,
     assert_all_equal,
     body,
-    late,
     salted,
     started,
 )
@@ -48,8 +43,6 @@ ANSWER = 12
 LENGTHS = (2, 5, 31, 32, 33, 63, 64, 65, 95, 96, 97, 100, 127, 128, 129, 159, 160, 200, 256, 321, 640)
 """Among them multiples of a block and of a chunk, and k blocks + W − 1, where a window loses a block."""
 OTHERS = 9
-LATE_LENGTHS = range(65, 320, 13)
-"""20 of them."""
 WHOLE_PROMPTS = "vllm:kvferry_whole_prompts_total"
 
 
@@ -271,24 +264,3 @@ def bodies(*, logprobs: bool, chats: bool) -> list[dict[str, Any]]:
         | {"ignore_eos": True}
         for each in prompts
     ]
-
-
-@pytest.mark.parametrize("name", ["gemma3", "llama4", "nemotron_h"])
-async def test_no_answer_is_drawn_from_recycled_blocks_of_any_group(
-    name: str, models: Path, tmp_path: Path
-) -> None:
-    """See `test_kvferry`: the leases end and other prompts overwrite the blocks before they are read."""
-    asked = [
-        body("", chat=False) | {"prompt": prompt_ids(length), "temperature": 0} for length in LATE_LENGTHS
-    ]
-    model, words = models / name, CASES[name].words
-    blocks = 3 * NUM_BLOCKS  # one model here has three groups, and needs more for its longest prompt
-    async with started(tmp_path, lease_s=LEASE_S, num_blocks=blocks, model=model, words=words) as stack:
-        wanted = await answers(stack.http, stack.proxy_url, [salted(each) for each in asked])
-        for first in range(0, len(asked), BATCH):
-            batch = [salted(each) for each in asked[first : first + BATCH]]
-            assert_all_equal(await late(stack, batch), wanted[first : first + BATCH])
-        await stack.settled()
-        assert await stack.prefill.sample(stack.http, ENDED, 'reason="expired"') == len(asked)
-        assert await stack.decode.sample(stack.http, RECOMPUTED) == len(asked)
-        assert await stack.decode.sample(stack.http, FAILED, 'reason="invalid"') > 0
