@@ -25,6 +25,8 @@ COPIED = ("agent", "common", "proxy", "tests", "transfer")
 LINKED = ("deploy", "tools", "pyproject.toml", "docs")
 # A defect may make a test wait for ever.
 TIMEOUT_S = 120
+CONTROL_TIMEOUT_S = 600
+"""All named tests, one after the other, in the tree without any defect."""
 _WRONG_TREE = 77
 _CHECK = """
 import sys, pathlib, pytest, kvferry.agent, kvferry.proxy, kvferry.transfer
@@ -52,7 +54,7 @@ def run(defects: Sequence[Defect], jobs: int) -> list[Defect]:
 
         tests = sorted({test for defect in defects for test in defect.tests})
         tree = copies.get()
-        if _run_tests(tree, tests) != 0:
+        if _run_tests(tree, tests, CONTROL_TIMEOUT_S, show=True) != 0:
             raise SystemExit("the named tests fail without any defect")
         copies.put(tree)
         survivors = []
@@ -97,8 +99,8 @@ def is_noticed(tree: Path, defect: Defect) -> bool:
         os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
-def _run_tests(tree: Path, tests: Sequence[str]) -> int:
-    """Return pytest's exit status: 0 passed, 1 failed; a timeout counts as 1."""
+def _run_tests(tree: Path, tests: Sequence[str], timeout_s: float = TIMEOUT_S, *, show: bool = False) -> int:
+    """Return pytest's exit status: 0 passed, 1 failed; a timeout counts as 1. `show` lets pytest print."""
     options = ("-q", "-x", "-p", "no:cacheprovider", "-m", "not full", "--tb", "no")
     # Bytecode of a defect could be taken for that of another one of the same size and second.
     environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -107,9 +109,9 @@ def _run_tests(tree: Path, tests: Sequence[str]) -> int:
             [sys.executable, "-c", _CHECK, *options, *tests],
             cwd=tree,
             env=environment,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            timeout=TIMEOUT_S,
+            stdout=None if show else subprocess.DEVNULL,
+            stderr=None if show else subprocess.DEVNULL,
+            timeout=timeout_s,
             check=False,
         ).returncode
     except subprocess.TimeoutExpired:
