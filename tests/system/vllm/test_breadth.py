@@ -40,6 +40,8 @@ pytestmark = MARKS
 
 BLOCK = 32
 ANSWER = 12
+LEASE_S = 60
+"""Longer than a busy machine stands still."""
 LENGTHS = (2, 5, 31, 32, 33, 63, 64, 65, 95, 96, 97, 100, 127, 128, 129, 159, 160, 200, 256, 321, 640)
 """Among them multiples of a block and of a chunk, and k blocks + W − 1, where a window loses a block."""
 OTHERS = 9
@@ -219,7 +221,8 @@ async def test_a_pair_answers_as_one_server_does(name: str, models: Path, tmp_pa
     case = CASES[name]
     shares = "--no-enable-prefix-caching" not in case.words
     model = models / name.split()[0]
-    async with started(tmp_path, model=model, words=case.words, transfer=case.transfer) as stack:
+    settings = {"model": model, "words": case.words, "transfer": case.transfer, "lease_s": LEASE_S}
+    async with started(tmp_path, **settings) as stack:
         samplings: list[dict[str, Any]] = [{"temperature": 0}]
         if not case.rounds:
             samplings.append({"temperature": 1, "seed": 11} | ({"n": 3} if shares else {}))
