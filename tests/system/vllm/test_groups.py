@@ -44,6 +44,7 @@ pytestmark = MARKS
 LENGTHS = (70, 100, 150, 200, 300, 420)
 """At each every group has something to lend."""
 TRIALS = 50
+MOST_BELIEVED = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +121,12 @@ async def late_readers(stack: Stack, switch: Path, asked: list[dict[str, Any]], 
     print(f"{TRIALS} late reads: 0 wrong, {now[2] - failed:g} not proven", flush=True)
     assert now[2] > failed
     switch.write_text("believe")
-    found = await late(stack, [salted(each) for each in asked[-BATCH:]])
-    wrong = num_wrong(found, wanted[-BATCH:])
-    print(f"believed: {wrong} of {BATCH} wrong", flush=True)
-    assert wrong, "the control"
+    for trials in range(BATCH, MOST_BELIEVED + 1, BATCH):  # some find no lease any more
+        found = await late(stack, [salted(each) for each in asked[-BATCH:]])
+        if wrong := num_wrong(found, wanted[-BATCH:]):
+            print(f"believed: {wrong} of {trials} late reads wrong", flush=True)
+            return
+    pytest.fail("the control: no late read found another prompt's blocks")
 
 
 def num_wrong(found: list[Answer], wanted: list[Answer]) -> int:

@@ -37,6 +37,8 @@ LEASE_S = 2
 NUM_BLOCKS = 80
 LATE = 100
 BATCH = 2
+OPENED_S = 3.0
+"""Until the decode server's plane has opened the leases; it renews them meanwhile."""
 FILLERS = 6
 """Prompts of nearly 1,000 tokens, 30 blocks, that come before the late read."""
 TRANSFERS = "vllm:kvferry_transfers_total"
@@ -263,7 +265,7 @@ async def late(stack: Stack, bodies: list[dict[str, Any]]) -> list[Answer]:
         async with asyncio.timeout(30):
             while await stack.prefill.sample(stack.http, IN_USE) == 0:
                 await asyncio.sleep(0.05)
-        await asyncio.sleep(1.0)  # until the decode server's plane has opened the leases
+        await asyncio.sleep(OPENED_S)
         with stack.decode.engine_stopped():
             async with asyncio.timeout(60):
                 while await stack.prefill.sample(stack.http, ENDED, 'reason="expired"') < expired + len(
