@@ -42,9 +42,10 @@ demo: $(STAMP) ## start a small cluster, stream three prompts through it, show w
 test: $(STAMP) ## every check and every test, in the form that CI runs
 	$(MAKE) --jobs 2 check test-parts
 	@# Files marked long come first (tests/conftest.py): one that is begun last leaves the other worker idle.
-	$(BIN)/pytest -m 'not full' --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 30 tests/chaos tests/system
+	$(BIN)/pytest -m 'not full and not alone' --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 30 \
+		tests/chaos tests/system tests/abuse
 	@# Alone: these compare streams with and without abuse beside them, and nothing else may come between.
-	$(BIN)/pytest -m 'not full' tests/abuse
+	$(BIN)/pytest -m 'not full and alone' tests/abuse
 
 test-parts: $(STAMP) ## the tests that need no cluster
 	@# Six on two cores: most of these wait for something. The last ones must not be left to one of them.

@@ -11,7 +11,7 @@ from kvferry.deploy.launcher import Cluster
 from tests.abuse.attacks import ATTACKS, Attack, Target
 from tests.abuse.watch import Ordinary, Seen, complaints_about
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300), pytest.mark.alone]
 
 FLOOD_S = 1.0
 LONG_FLOOD_S = 20.0

@@ -44,6 +44,7 @@ async def keep_asking(url: str, model: str) -> None:
         await asyncio.gather(*(ask() for _ in range(ABUSERS)))
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(300)
 async def test_no_server_stops_the_streams_of_others(start_cluster: StartCluster, tmp_path: Path) -> None:
     """Once: an endless header line stalled the loop for 8.9 s, endless events 9.9 s, token lines 5.8 s."""

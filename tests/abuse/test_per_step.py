@@ -26,7 +26,7 @@ from tests.abuse.per_step import (
 )
 from tests.helpers.patience import patient
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300), pytest.mark.alone]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")

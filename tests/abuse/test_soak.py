@@ -16,6 +16,7 @@ SEED, QUESTIONS, SECONDS = 17, 8, 8.0
 
 
 @pytest.mark.asyncio(loop_scope="session")
+@pytest.mark.alone
 @pytest.mark.timeout(300)
 async def test_ordinary_answers_are_right_all_the_time(
     cluster: Cluster, hostile: None, start_agent: StartAgent

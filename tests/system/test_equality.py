@@ -3,7 +3,7 @@
 
 A cell is (TP of prefill and decode, backend, sampling, n, task). At equal TP everything is equal bit for bit;
 elsewhere the only excuse is a tie at the first differing position. Every cell also proves that KV moved.
-`make test` takes 60 prompts a cell, `make test-full` 500. Once KV is pulled, its backend matters no more, so
+`make test` takes 40 prompts a cell, `make test-full` 500. Once KV is pulled, its backend matters no more, so
 `make test` has all cells of each pair of TP sizes over one backend, and a few short ones over the other.
 A cell's requests are sent sixteen at a time. The short form runs all cells of a task side by side, which
 mixes them in the steps: fewer and larger ones cost less.
@@ -38,7 +38,7 @@ REFERENCE_S = 900.0
 BLOCK_TOKENS = 16
 # layers × (K, V) × KV heads × head_dim × tokens × bytes of float32, of the bundled model
 BLOCK_BYTES = 4 * 2 * 4 * 32 * BLOCK_TOKENS * 4
-SMALL, FULL = 60, 500
+SMALL, FULL = 40, 500
 SHORT_TOKENS = 80
 
 Cell = tuple[str, int, str]
@@ -75,7 +75,7 @@ class Pair:
 def prompts(task: str, count: int) -> list[Prompt]:
     """The prompts of a cell: all 500, or a spread of them in which short ones are commoner.
 
-    Long answers go with prompts of at most SHORT_TOKENS in the 60-prompt form, because a decode step costs
+    Long answers go with prompts of at most SHORT_TOKENS in the short form, because a decode step costs
     what its context costs; `make test-full` has no such limit.
     """
     every = sorted(heldout(), key=lambda prompt: prompt.prompt_tokens)
