@@ -51,7 +51,8 @@ async def drain_at_agent(http: aiohttp.ClientSession, url: str) -> None:
 
 
 async def drain_at_proxy(http: aiohttp.ClientSession, url: str, agent: str) -> None:
-    """Ask a proxy to let an agent drain, and wait until the proxy knows it no more.
+    """Ask a proxy to let an agent drain, with the other ranks of its server, and wait until the proxy knows
+    it no more.
 
     Raises `DrainFailed` and `StatusFailed`.
     """
@@ -77,10 +78,10 @@ def _find(nodes: Sequence[NodeView], agent: str) -> NodeView:
     Raises `DrainFailed` if there is none, or if several have the name.
     """
     for node in nodes:
-        if agent.rstrip("/") in (node.incarnation, node.address.rstrip("/"), urlsplit(node.address).netloc):
+        if agent.rstrip("/") in (node.incarnation, node.address, node.url, urlsplit(node.url).netloc):
             return node
     named = [node for node in nodes if agent and node.name == agent]
-    if len(named) > 1:
+    if len({node.url for node in named}) > 1:
         where = ", ".join(sorted(node.address for node in named))
         raise DrainFailed(f"several agents are called {agent}; give the address of one: {where}")
     if not named:

@@ -45,7 +45,7 @@ async def check_fleet(url: str, key: str | None, tls: ssl.SSLContext | None) -> 
         async def check_peer(node: NodeView) -> list[Finding]:
             what = f"peer: {node.name or node.role} at {node.address}"
             async with limit:
-                over_http = await check_server(http, what, node.address)
+                over_http = await check_server(http, what, node.url)
                 return [over_http, await check_control(what, node.control)] if node.control else [over_http]
 
         for peer in await asyncio.gather(*map(check_peer, nodes)):

@@ -102,7 +102,9 @@ class NodeLoadView(msgspec.Struct):
 
 
 class NodeView(msgspec.Struct):
-    """One agent, as this proxy sees it."""
+    """One agent, as this proxy sees it. `address` ends with `#RANK` where it is one rank (`dp_rank`) of a
+    server's.
+    """
 
     address: str
     role: Literal["prefill", "decode", "both"]
@@ -117,6 +119,12 @@ class NodeView(msgspec.Struct):
     not_paired: str | None
     name: str = ""  # older proxies do not say it, nor what follows
     control: str = ""
+    dp_rank: int | None = None
+
+    @property
+    def url(self) -> str:
+        """Of its API."""
+        return self.address.partition("#")[0].rstrip("/")
 
 
 class IncompatiblePairView(msgspec.Struct):

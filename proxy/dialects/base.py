@@ -90,8 +90,8 @@ class SubRequest(msgspec.Struct, frozen=True, kw_only=True):
         return Endpoints(
             prefill=prefill,
             decode=decode,
-            prefill_rank=(number >> 65) % prefill.dp_size if prefill.dp_size > 1 else None,
-            decode_rank=(number & (2**64 - 1)) % decode.dp_size if decode.dp_size > 1 else None,
+            prefill_rank=pick_rank(number >> 65, prefill),
+            decode_rank=pick_rank(number & (2**64 - 1), decode),
             early=early,
             prefix_source=prefix_source,
         )
@@ -153,6 +153,7 @@ class Prefilled(msgspec.Struct, frozen=True, kw_only=True):
     the complete response where it ended at token 1. `kv_endpoint` is what was learned for later
     requests. `prompt_tokens_details` is JSON for the client's usage where the decode server cannot know it.
     `opening` is there if `Dialect.may_continue`, and the server says how the stream can go on.
+    `lender` is the agent whose KV it is, where the response says so.
     """
 
     params: Any = None
@@ -160,6 +161,7 @@ class Prefilled(msgspec.Struct, frozen=True, kw_only=True):
     kv_endpoint: KvEndpoint | None = None
     prompt_tokens_details: bytes | None = None
     opening: Opening | None = None
+    lender: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,7 +279,11 @@ class Dialect(ABC):
 
 
 def pick_rank(number: int, server: Register) -> int | None:
-    """The server's data-parallel rank for a random number; None where it has but one."""
+    """The server's data-parallel rank: the agent's own, or one for a random number; None where it has but
+    one.
+    """
+    if server.dp_rank is not None:
+        return server.dp_rank
     return number % server.dp_size if server.dp_size > 1 else None
 
 

@@ -153,13 +153,14 @@ class VllmKvferry(vllm.VllmDialect):
     def read_prefill(self, sub: SubRequest, raw: bytes) -> Prefilled:
         """The response's params, as they are; without any, the decode server has to compute the prompt."""
         prefill = vllm.read_prefill(raw)
-        lent = None
+        lent, lender = None, ""
         if prefill.kv_transfer_params is not None:
             lent = vllm.read_params(prefill.kv_transfer_params, _LentParams)
+            lender = lent.remote_engine_id
         opening = None
         if self.may_continue(sub):
             opening = _read_opening(sub, raw, lent is not None and lent.continuable)
-        return Prefilled(params=prefill.kv_transfer_params, opening=opening)
+        return Prefilled(params=prefill.kv_transfer_params, opening=opening, lender=lender)
 
     def decode_leg(
         self, sub: SubRequest, endpoints: Endpoints, prefilled: Prefilled, kv_endpoint: KvEndpoint | None

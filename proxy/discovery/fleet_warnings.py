@@ -44,7 +44,7 @@ class FleetWarnings:
     def check(self) -> None:
         """Warn of what is wrong now."""
         snapshot = self._registry.snapshot()
-        self._check_lost({node.info.address for node in snapshot.nodes})
+        self._check_lost({node.info.location for node in snapshot.nodes})
         misfits: dict[Mismatch, list[IncompatiblePair]] = {}
         for pair in islice(incompatible_pairs(snapshot), MAX_PAIRINGS):
             misfits.setdefault(pair.why, []).append(pair)
@@ -64,18 +64,19 @@ class FleetWarnings:
 
     def _check_misfits(self, why: Mismatch, pairs: list[IncompatiblePair]) -> None:
         """Warn of each agent of the side with fewer: one that fits no other is one warning, not many."""
-        prefills, decodes = {each.prefill.address for each in pairs}, {each.decode.address for each in pairs}
+        prefills = {each.prefill.location for each in pairs}
+        decodes = {each.decode.location for each in pairs}
         of_agent: dict[str, list[IncompatiblePair]] = {}
         for pair in pairs:
             agent = pair.decode if len(decodes) <= len(prefills) else pair.prefill
-            of_agent.setdefault(agent.address, []).append(pair)
+            of_agent.setdefault(agent.location, []).append(pair)
         for address, (pair, *others) in of_agent.items():
             self._warnings.warn(
                 why.name,
                 address,
                 "the prefill agent %s and the decode agent %s cannot serve together: %s%s",
-                _called(pair.prefill.name, pair.prefill.address),
-                _called(pair.decode.name, pair.decode.address),
+                _called(pair.prefill.name, pair.prefill.location),
+                _called(pair.decode.name, pair.decode.location),
                 pair.text,
                 f" ({len(others)} more such pairs)" if others else "",
             )

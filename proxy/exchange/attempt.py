@@ -394,6 +394,7 @@ class SubExchange:
                     self._note_timing("prefill", response)
                     read = partial(self._read_prefill, raw)
                     prefilled = await self._context.upstream.read_beside(len(raw), read)
+                    self._check_lender(prefilled)
             except AgentRejected:
                 self._is_pinned = False
                 raise
@@ -410,6 +411,14 @@ class SubExchange:
             self._context.kv_endpoints.learn(self._endpoints, prefilled.kv_endpoint, now())
         self._attempt.prefilled()
         return prefilled
+
+    def _check_lender(self, prefilled: Prefilled) -> None:
+        """Raise `AgentLost` if another data-parallel rank than the leg was for has served it."""
+        server = self._endpoints.prefill
+        if server.dp_rank is not None and prefilled.lender not in ("", server.incarnation):
+            self._is_pinned = True
+            message = f"{server.location}: the prefill leg was served by another rank, or after a restart"
+            raise AgentLost(message, server.incarnation)
 
     def _read_prefill(self, raw: bytes) -> Prefilled:
         usage = reported_usage(raw)

@@ -143,7 +143,7 @@ class Fleet:
         if not tripped:
             return NoAgent(message)
         first, due_s = tripped[0]
-        name = first.name or first.address
+        name = first.name or first.location
         others = f" (and {len(tripped) - 1} more)" if len(tripped) > 1 else ""
         return NoAgent(
             f"{message}; after failures in a row the circuit breaker of {name}{others} is open: "

@@ -62,7 +62,9 @@ MAX_RETIRED = 4096
 
 
 class Place(NamedTuple):
-    """Where agents run: a host, or one address of it, such as that of a Pod. `host_id`: empty if unknown."""
+    """Where agents run: a host, or one address of it, such as that of a Pod, or of a server whose ranks are
+    agents. `host_id`: empty if unknown.
+    """
 
     host_id: str
     address: str = ""
@@ -144,7 +146,7 @@ class SnapshotCache:
 
 
 class Registry:
-    """The agents that announced themselves, by incarnation; at most one incarnation per address.
+    """The agents that announced themselves, by incarnation; at most one incarnation per location.
 
     Args:
         clock: Monotonic seconds: the event loop's clock.
@@ -172,7 +174,7 @@ class Registry:
         self._decode_only_fallback = decode_only_fallback
         self._rejected = RejectedAgents()
         self._records: dict[Incarnation, _Record] = {}
-        self._by_address: dict[str, Incarnation] = {}
+        self._by_location: dict[str, Incarnation] = {}
         self._retired: OrderedDict[Incarnation, None] = OrderedDict()
         self._departed: OrderedDict[Incarnation, DepartedAgent] = OrderedDict()
         """Agents that are gone, the latest last."""
@@ -234,23 +236,23 @@ class Registry:
         incarnation = info.incarnation
         record = self._records.get(incarnation)
         if record is None:
-            self._replace_at(info.address)
-            logger.info("agent %s joined: %s %s %s", incarnation, info.role, info.model, info.address)
+            self._replace_at(info)
+            logger.info("agent %s joined: %s %s %s", incarnation, info.role, info.model, info.location)
             breaker = Breaker(incarnation, self._breakers)
             self._records[incarnation] = record = _Record(info, now, now, breaker, now, now, reads_acks)
             self._note(EventKind.JOINED, info, info.state)
             self._cache.order_changed()
         else:
-            if info.address != record.info.address:
-                self._by_address.pop(record.info.address, None)
-                self._replace_at(info.address)
+            if info.location != record.info.location:
+                self._by_location.pop(record.info.location, None)
+                self._replace_at(info)
                 self._cache.order_changed()
             elif pairing_terms(info) != pairing_terms(record.info):
                 self._cache.terms_changed()
             self._update(record, info, now)
         record.ours_at_ping = self._in_flight(incarnation)
         self._cache.stale.add(incarnation)
-        self._by_address[info.address] = incarnation
+        self._by_location[info.location] = incarnation
         if info.model:
             self._note_model(info.model, now)
         self._publish(info)
@@ -269,7 +271,7 @@ class Registry:
             return RejectReason.RETIRED
         if record is not None and info.index < record.info.index:
             return RejectReason.STALE
-        if record is None and len(self._records) >= MAX_NODES and info.address not in self._by_address:
+        if record is None and len(self._records) >= MAX_NODES and info.location not in self._by_location:
             return RejectReason.FULL
         return None
 
@@ -285,16 +287,15 @@ class Registry:
             self._publish(Bye(incarnation=incarnation))
 
     def connection_refused(self, incarnation: Incarnation) -> None:
-        """Take the agent out of rotation until it pings again: a connection to it was refused.
+        """Take the agents of its server out of rotation until they ping again: a connection was refused.
 
         A ping within one interval may have been sent before the refusal, and does not count.
         """
-        record = self._records.get(incarnation)
-        if record is not None:
-            logger.warning("agent %s at %s refuses connections", incarnation, record.info.address)
+        for key, record in self._server_of(incarnation):
+            logger.warning("agent %s at %s refuses connections", key, record.info.location)
             record.connection_refused_at = self._clock()
             self._note(EventKind.CONNECTION_REFUSED, record.info)
-            self._cache.stale.add(incarnation)
+            self._cache.stale.add(key)
 
     def cordon(self, incarnation: Incarnation, cordoned: bool = True) -> bool:
         """Take the agent out of rotation, or put it back; what runs there goes on. False: no such agent."""
@@ -309,20 +310,21 @@ class Registry:
         return True
 
     def drain(self, incarnation: Incarnation) -> bool | None:
-        """Take the agent out of rotation for good: its acks ask it to drain from now on.
+        """Take the agents of its server out of rotation for good: acks ask them to drain from now on.
 
         Returns None for an agent that is not known, and False for one that does not read acks.
         """
-        record = self._records.get(incarnation)
-        if record is None:
+        ranks = self._server_of(incarnation)
+        if not ranks:
             return None
-        if not record.reads_acks:
+        if not all(record.reads_acks for _, record in ranks):
             return False
-        if not record.drain_requested:
-            self._note(EventKind.DRAIN_REQUESTED, record.info)
-            logger.info("agent %s is asked to drain", incarnation)
-        record.drain_requested = True
-        self._cache.stale.add(incarnation)
+        for key, record in ranks:
+            if not record.drain_requested:
+                self._note(EventKind.DRAIN_REQUESTED, record.info)
+                logger.info("agent %s is asked to drain", key)
+            record.drain_requested = True
+            self._cache.stale.add(key)
         return True
 
     def drain_requested(self, incarnation: Incarnation) -> bool:
@@ -532,8 +534,8 @@ class Registry:
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` if the two indices disagree or a bound is passed."""
-        addresses = {record.info.address: key for key, record in self._records.items()}
-        assert addresses == self._by_address, "one incarnation per address, in both indices"
+        locations = {record.info.location: key for key, record in self._records.items()}
+        assert locations == self._by_location, "one incarnation per location, in both indices"
         assert not self._retired.keys() & self._records.keys(), "a retired incarnation is still registered"
         assert len(self._records) <= MAX_NODES
         assert len(self._retired) <= MAX_RETIRED and len(self._departed) <= MAX_RETIRED
@@ -542,9 +544,9 @@ class Registry:
         """Bring the kept nodes up to date: the stale ones, or all where time may have changed them."""
         cache = self._cache
         if cache.order is None:
-            by_address = sorted(self._records, key=lambda key: (self._records[key].info.address, key))
-            cache.order = {incarnation: position for position, incarnation in enumerate(by_address)}
-            cache.nodes = [_node(self._records[incarnation], now) for incarnation in by_address]
+            ordered = sorted(self._records, key=lambda key: (self._records[key].info.location, key))
+            cache.order = {incarnation: position for position, incarnation in enumerate(ordered)}
+            cache.nodes = [_node(self._records[incarnation], now) for incarnation in ordered]
             cache.stale.clear()
             cache.revision += 1
             cache.changes_at = min(
@@ -604,9 +606,22 @@ class Registry:
         record.info = info
         record.heard_at = now
 
-    def _replace_at(self, address: str) -> None:
-        old = self._by_address.get(address)
-        if old is not None:
+    def _server_of(self, incarnation: Incarnation) -> list[tuple[Incarnation, _Record]]:
+        """Return the agent, and those that are other ranks of its server: they share its API, and its end."""
+        record = self._records.get(incarnation)
+        if record is None:
+            return []
+        if record.info.dp_rank is None:
+            return [(incarnation, record)]
+        return [each for each in self._records.items() if each[1].info.address == record.info.address]
+
+    def _replace_at(self, info: Register) -> None:
+        """Remove the agent at a location; all of its address where ranks were one agent, or are now."""
+        taken = {info.location, info.address}
+        if info.dp_rank is None:
+            others = (record.info for record in self._records.values() if record.info.dp_rank is not None)
+            taken |= {each.location for each in others if each.address == info.address}
+        for old in [self._by_location[each] for each in taken if each in self._by_location]:
             self._count_lost(old)
             self._remove(old, "was replaced at its address", EventKind.REPLACED)
             self._retire(old)
@@ -617,7 +632,7 @@ class Registry:
             self._clock(),
             agent=info.incarnation,
             name=info.name,
-            address=info.address,
+            address=info.location,
             role=info.role,
             model=info.model,
             detail=detail,
@@ -625,7 +640,7 @@ class Registry:
 
     def _name(self, incarnation: str) -> str:
         record = self._records.get(Incarnation(incarnation))
-        return incarnation if record is None else record.info.address
+        return incarnation if record is None else record.info.location
 
     def _count_lost(self, incarnation: Incarnation) -> None:
         info = self._records[incarnation].info
@@ -635,14 +650,14 @@ class Registry:
     def _remove(self, incarnation: Incarnation, why: str, kind: EventKind) -> None:
         record = self._records.pop(incarnation)
         self._note(kind, record.info)
-        del self._by_address[record.info.address]
+        del self._by_location[record.info.location]
         self._departed.pop(incarnation, None)
         heard_at = None if kind is EventKind.LEFT else record.heard_at
         self._departed[incarnation] = DepartedAgent(record.served_at, _place(record.info), heard_at)
         if len(self._departed) > MAX_RETIRED:
             self._departed.popitem(last=False)
         self._cache.order_changed()
-        logger.info("agent %s at %s %s", incarnation, record.info.address, why)
+        logger.info("agent %s at %s %s", incarnation, record.info.location, why)
         self._call_watchers(incarnation)
 
     def _retire(self, incarnation: Incarnation) -> None:
@@ -652,6 +667,8 @@ class Registry:
 
 
 def _place(info: Register) -> Place:
+    if info.dp_rank is not None:  # a server's ranks end together
+        return Place(info.host_id, info.address)
     try:
         return Place(info.host_id, urlsplit(info.address).hostname or "")
     except ValueError:

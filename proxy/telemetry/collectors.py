@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from urllib.parse import urlsplit
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
@@ -85,7 +84,7 @@ class AgentCollector(Collector):
         in_flight: Counter[str] = Counter()
         legs: Counter[tuple[str, str]] = Counter()
         for position, (info, counts) in enumerate(self._fleet.registry.legs()):
-            agent = urlsplit(info.address).netloc if position < MAX_LABELLED_AGENTS else "other"
+            agent = info.location.partition("//")[2] if position < MAX_LABELLED_AGENTS else "other"
             in_flight[agent] += self._fleet.slots.in_flight(info.incarnation)
             legs[agent, "succeeded"] += counts.succeeded
             legs[agent, "failed"] += counts.failed

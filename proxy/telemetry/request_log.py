@@ -116,7 +116,7 @@ class RequestLog:
         self._phase_since = now
         self._timeline.enter(phase, now)
         if self._pair is not None and phase in _SENT:
-            self._agent = (self._pair.prefill if phase is Phase.PREFILL else self._pair.decode).info.address
+            self._agent = (self._pair.prefill if phase is Phase.PREFILL else self._pair.decode).info.location
         self._seconds[before] = self._seconds.get(before, 0.0) + spent
         of_model.phases[before].observe(spent)
         in_flight.add((before, of_model.model), -1)
@@ -163,7 +163,7 @@ class RequestLog:
 
     def add_attempt(self, pair: Pair, transfer_id: TransferId) -> None:
         """Record that the request was routed, perhaps again."""
-        prefill, decode = pair.prefill.info.address, pair.decode.info.address
+        prefill, decode = pair.prefill.info.location, pair.decode.info.location
         self._pair = pair
         self._facts |= {"prefill": prefill, "decode": decode}
         self._timeline.add_attempt(time.monotonic(), prefill, decode, "" if pair.alone else transfer_id)

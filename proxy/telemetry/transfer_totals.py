@@ -60,7 +60,7 @@ class TransferTotals:
         if isinstance(update, Bye):
             return
         agent = update.incarnation
-        _put(self._addresses, agent, update.address, MAX_AGENTS)
+        _put(self._addresses, agent, update.location, MAX_AGENTS)
         if update.work is None:
             _put(self._last, agent, self._last.get(agent, WorkReport()), MAX_AGENTS)  # it has not begun
             return
@@ -72,7 +72,7 @@ class TransferTotals:
         links = {link.producer: link for link in before.links}
         for link in update.work.links:
             if link != links.get(link.producer):
-                pair = PairUse(producer="", consumer=update.address, use=link, at=self._clock())
+                pair = PairUse(producer="", consumer=update.location, use=link, at=self._clock())
                 _put(self._pairs, (link.producer, agent), pair, MAX_PAIRS)
 
     def totals(self) -> Totals:

@@ -42,6 +42,7 @@ Incarnation = NewType("Incarnation", str)
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT_CHARS)]
 """Operators' pages repeat it for every agent."""
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+Rank = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e12)]
 NodeState = Literal["starting", "ready", "draining"]
 
@@ -145,6 +146,8 @@ class Register(msgspec.Struct, frozen=True, kw_only=True):
     progress. `control_versions`: what it speaks on the control channel to other agents. `work` and
     `capacity`: None from an agent that does not say. `name`: for operators, empty if it has none. `device`:
     what each rank computes on, "cpu" or the name of a GPU; empty when unknown. `uptime_s`: since the start.
+    `dp_rank`: which of its server's data-parallel ranks it is, where each is an agent of its own; they share
+    `address`, and `dp_size` is 1.
     """
 
     v: Literal[1] = 1
@@ -179,6 +182,12 @@ class Register(msgspec.Struct, frozen=True, kw_only=True):
     name: Text = ""
     device: Text = ""
     uptime_s: Seconds | None = None
+    dp_rank: Rank | None = None
+
+    @property
+    def location(self) -> str:
+        """Distinguishes agents: the address, and `#RANK` where several share it."""
+        return self.address if self.dp_rank is None else f"{self.address}#{self.dp_rank}"
 
 
 class Bye(msgspec.Struct, frozen=True, kw_only=True):

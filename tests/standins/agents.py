@@ -256,6 +256,10 @@ class StandInAgent:
         }
         return wire.Register(**(fields | self.overrides))
 
+    def registrations(self) -> list[wire.Register]:
+        """Its next pings: one, unless it is several agents."""
+        return [self.registration()]
+
     async def until(self, claim: Any, timeout_s: float = 20.0) -> None:
         """Wait until `claim()` is true; it is asked again whenever something has changed here."""
         async with asyncio.timeout(timeout_s):
@@ -273,8 +277,9 @@ class StandInAgent:
                 dealer.connect(f"tcp://{proxy}")
                 dealers.append(dealer)
             while True:
-                for dealer in dealers:
-                    await dealer.send(wire.encode(self.registration()))
+                for info in self.registrations():
+                    for dealer in dealers:
+                        await dealer.send(wire.encode(info))
                 try:
                     async with asyncio.timeout(self.ping_interval_s):
                         await asyncio.gather(*(self._hear(dealer) for dealer in dealers))

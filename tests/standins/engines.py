@@ -19,8 +19,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import msgspec
 from aiohttp import web
 
+from kvferry.proxy.wire import registration as wire
 from tests.standins.agents import (
     CONTEXT_TOKENS,
     Asked,
@@ -454,6 +456,43 @@ class VllmKvferryServer(StandInServer):
         assert isinstance(drawn, KvferryDrawn)
         drawn.go_on_from(self.fabric.read(params["transfer_id"]), self.fabric)
         drawn.cached = params.get("remote_prefill_cached_tokens", NOT_KNOWN_HERE)
+
+
+@dataclass(slots=True, kw_only=True)
+class RankedVllmServer(VllmKvferryServer):
+    """With data-parallel ranks, each of which announces itself."""
+
+    ranks: int = 2
+    honours_header: bool = True
+    """Else rank 0 serves all."""
+    broken: set[int] = field(default_factory=set)
+    """Ranks that fail whatever they are asked."""
+    served: list[int] = field(default_factory=list)
+    """By which rank each leg was."""
+    rank_dropped: list[tuple[int, str]] = field(default_factory=list)
+
+    def registrations(self) -> list[wire.Register]:
+        info = self.registration()
+        return [
+            msgspec.structs.replace(info, incarnation=self.incarnation_of(rank), dp_rank=rank)
+            for rank in range(self.ranks)
+        ]
+
+    def incarnation_of(self, rank: int) -> wire.Incarnation:
+        return wire.Incarnation(f"{self.incarnation}{rank}")
+
+    def check(self, headers: Mapping[str, str], body: dict[str, Any]) -> None:
+        rank = headers.get("X-data-parallel-rank", "none")
+        self.fabric.expect(rank in map(str, range(self.ranks)), f"rank {rank}")
+        params = body.get("kv_transfer_params") or {}
+        if params.get("drop"):
+            self.rank_dropped.append((int(rank), params["transfer_id"]))
+        plain = {name: value for name, value in headers.items() if name != "X-data-parallel-rank"}
+        VllmKvferryServer.check(self, plain, body)
+        self.served.append(int(rank) if self.honours_header else 0)
+        self.engine_id = self.incarnation_of(self.served[-1])
+        if self.served[-1] in self.broken:
+            raise web.HTTPInternalServerError(text="this rank is broken")
 
 
 END_ID = 999_999

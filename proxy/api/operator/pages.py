@@ -216,7 +216,7 @@ def _events(view: FleetView, model: str = "") -> dict[str, Iterator[dict[str, An
 
     With `model`, only to those of that model, and what has happened to no agent.
     """
-    log, present = view.events(), {node.info.address for node in view.snapshot.nodes}
+    log, present = view.events(), {node.info.location for node in view.snapshot.nodes}
 
     def first(events: Iterable[FleetEvent], most: int) -> Iterator[dict[str, Any]]:
         wanted = (event for event in events if not model or event.model in (model, ""))
@@ -270,7 +270,10 @@ def nodes_page(view: FleetView) -> dict[str, Any]:
 
 
 def scrape_targets(snapshot: Snapshot) -> Iterator[dict[str, Any]]:
-    """Yield the agents for Prometheus' HTTP service discovery, labelled with their role, model and name."""
+    """Yield the agents for Prometheus' HTTP service discovery, labelled with their role, model and name.
+
+    A server's ranks have one `/metrics`.
+    """
     return (
         {
             "targets": [urlsplit(node.info.address).netloc],
@@ -282,6 +285,7 @@ def scrape_targets(snapshot: Snapshot) -> Iterator[dict[str, Any]]:
             },
         }
         for node in snapshot.nodes
+        if not node.info.dp_rank
     )
 
 
@@ -292,7 +296,7 @@ def _nodes(view: FleetView, positions: Iterable[int]) -> Iterator[dict[str, Any]
 
 def _refused_pairings(view: FleetView, most: int) -> Iterator[dict[str, str]]:
     return (
-        {"prefill": pair.prefill.address, "decode": pair.decode.address, "reason": pair.text}
+        {"prefill": pair.prefill.location, "decode": pair.decode.location, "reason": pair.text}
         for pair in islice(incompatible_pairs(view.snapshot), most)
     )
 
@@ -302,7 +306,7 @@ def _node(position: int, view: FleetView, unpaired: UnpairedReasons) -> dict[str
     info = node.info
     return {
         "name": info.name,
-        "address": info.address,
+        "address": info.location,
         "role": info.role,
         "state": node.state.value,
         "breaker": node.breaker.value,
@@ -312,6 +316,7 @@ def _node(position: int, view: FleetView, unpaired: UnpairedReasons) -> dict[str
         "control": info.control,
         "tp_size": info.tp_size,
         "dp_size": info.dp_size,
+        "dp_rank": info.dp_rank,
         "transfer_mode": info.transfer_mode,
         "transfers": list(info.transfers),
         "version": info.version,

@@ -68,7 +68,7 @@ export class AgentDialog {
     });
     const metrics = byId("agent-metrics");
     metrics.hidden = !/^https?:/.test(agent.address);
-    if (!metrics.hidden) metrics.href = `${agent.address}/metrics`;
+    if (!metrics.hidden) metrics.href = `${agent.address.split("#")[0]}/metrics`;
   }
 }
 

@@ -107,7 +107,7 @@ class Session(Policy):
             return candidates.least_loaded(turn)
 
         def rank(node: Node) -> bytes:
-            return _rank(session, node.info.address)
+            return _rank(session, node.info.location)
 
         if pool is None:
             return max(candidates, key=rank)

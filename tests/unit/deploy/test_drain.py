@@ -82,6 +82,22 @@ async def test_no_agent_is_asked_where_the_word_does_not_mean_one(word: str, sai
     assert not asked
 
 
+@pytest.mark.parametrize(
+    "word", ["decode", "10.0.0.1:8000", "http://10.0.0.1:8000", "http://10.0.0.1:8000#0"]
+)
+async def test_a_server_of_several_ranks_is_asked_once(word: str) -> None:
+    """The proxy asks its other ranks."""
+    nodes = [
+        msgspec.structs.replace(
+            agent(incarnation, 8000, "decode"), address=f"http://10.0.0.1:8000#{rank}", dp_rank=rank
+        )
+        for rank, incarnation in enumerate(("first", "second"))
+    ]
+    async with proxy_with(*nodes, agent("third", 8001, "prefill")) as (url, asked):
+        await drain(url, word, None, None, TIMEOUT_S)
+    assert asked == ["first"]
+
+
 async def test_an_address_goes_before_a_name() -> None:
     """Whoever names an agent chooses the name."""
     nodes = (agent("first", 8000, "10.0.0.1:8001"), agent("second", 8001, "other"))

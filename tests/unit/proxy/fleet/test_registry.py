@@ -20,6 +20,7 @@ from tests.unit.proxy.builders import TimedRegistry, load, registration
 
 ONE = registration("both", 1)
 ONE_ID = Incarnation(ONE.incarnation)
+ONE_ELSEWHERE = registration("both", 3)
 
 
 def states(registry: Registry, now: float) -> dict[str, NodeState]:
@@ -117,6 +118,72 @@ def test_an_agent_that_moves_is_known_at_its_new_address_only() -> None:
     registry.at(1.0).register(moved)
     assert [node.info.address for node in registry.at(1.0).snapshot().nodes] == [moved.address]
     registry.check_integrity()
+
+
+def ranks(port: int, count: int, start: str = "", **fields: Any) -> list[Any]:
+    """The agents of a server, one for each of its data-parallel ranks."""
+    return [
+        registration("both", port, incarnation=f"{start}{port}-{rank}", dp_rank=rank, **fields)
+        for rank in range(count)
+    ]
+
+
+def test_the_ranks_of_a_server_are_agents_at_one_address() -> None:
+    registry = TimedRegistry(breakers=BreakerSettings(failures=1))
+    first, second = ranks(1, 2)
+    for info in (first, second):
+        assert registry.at(0.0).register(info) is None
+    registry.at(0.1).cordon(first.incarnation)
+    assert states(registry, 0.1) == {"1-0": NodeState.CORDONED, "1-1": NodeState.READY}
+    registry.at(0.2).leg_failed(second.incarnation)
+    assert states(registry, 0.2) == {"1-0": NodeState.CORDONED, "1-1": NodeState.TRIPPED}
+    assert [node.info.location for node in registry.snapshot().nodes] == [
+        "http://10.0.0.1:1#0",
+        "http://10.0.0.1:1#1",
+    ]
+    [restarted, _] = ranks(1, 2, "new")
+    registry.at(0.3).register(restarted)
+    assert states(registry, 0.3) == {"new1-0": NodeState.READY, "1-1": NodeState.TRIPPED}
+    registry.check_integrity()
+
+
+def test_a_servers_ranks_drain_and_refuse_together() -> None:
+    """They have one API, whose end ends all of them."""
+    registry = TimedRegistry()
+    for info in [*ranks(1, 2), *ranks(2, 2), ONE_ELSEWHERE]:
+        registry.at(0.0).register(info)
+    registry.at(0.1).connection_refused(Incarnation("1-1"))
+    assert registry.drain(Incarnation("2-0")) is True
+    assert states(registry, 0.1) == {
+        "1-0": NodeState.REFUSING,
+        "1-1": NodeState.REFUSING,
+        "2-0": NodeState.DRAINING,
+        "2-1": NodeState.DRAINING,
+        ONE_ELSEWHERE.incarnation: NodeState.READY,
+    }
+    assert all(registry.drain_requested(Incarnation(each)) for each in ("2-0", "2-1"))
+    assert registry.drain(Incarnation("unknown")) is None
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_a_server_that_is_started_with_or_without_ranks_replaces_what_was_at_its_address(back: bool) -> None:
+    registry = TimedRegistry()
+    old, new = [registration("both", 1)], ranks(1, 2)
+    if back:
+        old, new = new, old
+    for info in (*old, *new):
+        registry.at(0.0).register(info)
+    assert set(states(registry, 0.0)) == {info.incarnation for info in new}
+    registry.check_integrity()
+
+
+def test_a_servers_ranks_are_one_place_for_they_end_together() -> None:
+    registry = TimedRegistry()
+    for info in [*ranks(1, 2), ONE_ELSEWHERE]:
+        registry.at(0.0).register(info)
+    place = registry.place(Incarnation("1-0"))
+    assert registry.agents_at(place, 0.0) == {"1-0", "1-1"}
+    assert registry.agents_at(place.host, 0.0) == {"1-0", "1-1", ONE_ELSEWHERE.incarnation}
 
 
 @pytest.mark.parametrize(
