@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -158,6 +159,15 @@ async def vllm_server(
         stop_timeout_s=STOP_TIMEOUT_S,
     ) as pid:
         yield VllmServer(url, pid)
+
+
+async def together(
+    stack: AsyncExitStack, *servers: AbstractAsyncContextManager[VllmServer]
+) -> list[VllmServer]:
+    """Start servers at the same time; the stack stops them."""
+    async with asyncio.TaskGroup() as group:
+        starting = [group.create_task(stack.enter_async_context(server)) for server in servers]
+    return [server.result() for server in starting]
 
 
 def late_prompts(count: int) -> list[str]:

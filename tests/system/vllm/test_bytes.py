@@ -5,7 +5,6 @@ manager, whose layers all keep all of it (`make test-vllm`; the table is in docs
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from fractions import Fraction
@@ -17,7 +16,7 @@ import pytest
 
 from tests.helpers.client import session
 from tests.helpers.servers import free_port
-from tests.system.vllm.servers import MARKS, VllmServer, vllm_server
+from tests.system.vllm.servers import MARKS, VllmServer, together, vllm_server
 from tests.system.vllm.test_breadth import TRANSFERS, draw, hand_over, models, prompt_ids, settled
 from tests.system.vllm.test_kv_lifetime import BYTES
 
@@ -35,27 +34,13 @@ OF_FULL_ATTENTION: Mapping[str, Fraction] = MappingProxyType(
 async def test_of_a_window_or_a_chunk_no_more_is_moved_than_is_kept(
     name: str, models: Path, tmp_path: Path
 ) -> None:
-    managers = {"on": (), "off": ("--disable-hybrid-kv-cache-manager",)}
+    managers: dict[str, tuple[str, ...]] = {"on": (), "off": ("--disable-hybrid-kv-cache-manager",)}
     async with AsyncExitStack() as stack, session() as http:
-        async with asyncio.TaskGroup() as group:
-            starting = {
-                manager: group.create_task(
-                    stack.enter_async_context(
-                        vllm_server(
-                            manager,
-                            "kv_both",
-                            tmp_path,
-                            proxy=f"127.0.0.1:{free_port()}",
-                            model=models / name,
-                            words=words,
-                        )
-                    )
-                )
-                for manager, words in managers.items()
-            }
+        start = {"log_dir": tmp_path, "proxy": f"127.0.0.1:{free_port()}", "model": models / name}
+        servers = [vllm_server(key, "kv_both", words=words, **start) for key, words in managers.items()]
         moved = {
-            manager: [await bytes_of(http, server.result(), length) for length in LENGTHS]
-            for manager, server in starting.items()
+            manager: [await bytes_of(http, server, length) for length in LENGTHS]
+            for manager, server in zip(managers, await together(stack, *servers), strict=True)
         }
         print(f"{name}: bytes moved for {LENGTHS} tokens: {moved}", flush=True)
         (_, shorter, longer), (_, all_of_shorter, all_of_longer) = moved["on"], moved["off"]

@@ -23,7 +23,7 @@ from kvferry.deploy.launcher import start_process
 from tests.helpers.client import heldout, session
 from tests.helpers.metrics import is_shown, scrape, total
 from tests.helpers.servers import free_port
-from tests.system.vllm.servers import MARKS, MODEL, VllmServer, vllm_server
+from tests.system.vllm.servers import MARKS, MODEL, VllmServer, together, vllm_server
 
 PROMPTS = 50
 CONCURRENCY = 4
@@ -100,16 +100,9 @@ async def started(
         roles = [("prefill", "kv_producer", tp[0]), ("decode", "kv_consumer", tp[1])]
         if spare:
             roles.append(("spare", "kv_consumer", 1))
-        async with asyncio.TaskGroup() as group:
-            starting = [
-                group.create_task(
-                    stack.enter_async_context(
-                        vllm_server(name, role, tp=ranks, log_dir=log_dir, proxy=discovery, **settings)
-                    )
-                )
-                for name, role, ranks in roles
-            ]
-        prefill, decode, *others = (server.result() for server in starting)
+        start = {"log_dir": log_dir, "proxy": discovery}
+        servers = [vllm_server(name, role, tp=ranks, **start, **settings) for name, role, ranks in roles]
+        prefill, decode, *others = await together(stack, *servers)
         http = await stack.enter_async_context(session())
         async with asyncio.timeout(60):
             while True:

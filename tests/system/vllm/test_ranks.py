@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -15,7 +14,7 @@ import pytest
 
 from tests.helpers.client import session
 from tests.helpers.servers import free_port
-from tests.system.vllm.servers import MARKS, vllm_server
+from tests.system.vllm.servers import MARKS, together, vllm_server
 from tests.system.vllm.test_breadth import (
     CASES,
     TRANSFERS,
@@ -50,23 +49,12 @@ async def test_servers_of_any_ranks_and_stages_go_on_from_each_others_prompts(
 ) -> None:
     case, nobody = CASES[name], f"127.0.0.1:{free_port()}"
     async with AsyncExitStack() as stack, session() as http:
-        async with asyncio.TaskGroup() as group:
-            starting = {
-                size: group.create_task(
-                    stack.enter_async_context(
-                        vllm_server(
-                            size.replace(" ", "-"),
-                            "kv_both",
-                            tmp_path,
-                            proxy=nobody,
-                            model=models / name,
-                            words=(*case.words, *SIZES[size]),
-                        )
-                    )
-                )
-                for size in sizes
-            }
-        servers = {size: server.result() for size, server in starting.items()}
+        start = {"log_dir": tmp_path, "proxy": nobody, "model": models / name}
+        starting = [
+            vllm_server(size.replace(" ", "-"), "kv_both", words=(*case.words, *SIZES[size]), **start)
+            for size in sizes
+        ]
+        servers = dict(zip(sizes, await together(stack, *starting), strict=True))
         for length in LENGTHS:
             ids = prompt_ids(length)
             wanted, _ = await draw(http, servers["one rank"].url, ids)

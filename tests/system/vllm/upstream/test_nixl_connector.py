@@ -16,7 +16,7 @@ import aiohttp
 import pytest
 
 from tests.helpers.client import session
-from tests.system.vllm.servers import MARKS, VllmServer, vllm_server
+from tests.system.vllm.servers import MARKS, VllmServer, together, vllm_server
 from tests.system.vllm.test_breadth import Drawn, draw, hand_over, models, prompt_ids
 
 __all__ = ["models"]
@@ -28,10 +28,10 @@ LEAST_ERROR = 0.01
 
 
 async def pair(stack: AsyncExitStack, tmp_path: Path, model: Path) -> tuple[VllmServer, VllmServer]:
-    prefill, decode = [
-        await stack.enter_async_context(vllm_server(name, role, tmp_path, model=model))
-        for name, role in (("prefill", "kv_producer"), ("decode", "kv_consumer"))
-    ]
+    roles = {"prefill": "kv_producer", "decode": "kv_consumer"}
+    prefill, decode = await together(
+        stack, *(vllm_server(name, role, tmp_path, model=model) for name, role in roles.items())
+    )
     return prefill, decode
 
 
