@@ -23,6 +23,7 @@ import psutil
 from benchmarks.proxy_cost import cpu_s
 from kvferry.deploy.launcher import start_process
 from tests.helpers.client import heldout
+from tests.helpers.commands import PROXY
 from tests.system.vllm.servers import MODEL, VllmServer, vllm_server
 
 BATCH = 16
@@ -49,9 +50,7 @@ class Cost:
 async def measure(rounds: int, log_dir: Path) -> dict[str, Cost]:
     """Start both servers and a proxy, and measure them."""
     async with AsyncExitStack() as stack:
-        proxy = await start_process(
-            "proxy", ("-m", "kvferry.proxy", "--port", "0", "--discovery-port", "0"), log_dir
-        )
+        proxy = await start_process("proxy", PROXY, log_dir)
         stack.push_async_callback(proxy.stop)
         discovery = f"127.0.0.1:{proxy.listening['discovery_port']}"
         plain = await stack.enter_async_context(

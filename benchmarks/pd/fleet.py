@@ -15,6 +15,7 @@ from typing import Any, Literal
 import aiohttp
 
 from kvferry.deploy.launcher import start_process
+from tests.helpers.commands import PROXY
 from tests.helpers.metrics import is_shown, scrape, total
 from tests.helpers.servers import free_port, running_server
 
@@ -85,12 +86,12 @@ async def running(system: System, setup: Setup) -> AsyncIterator[Running]:
             yield Running(_url(port), (_url(port),), (pid,), None)
             return
         ports = free_port(), free_port()
-        words = ["--port", "0", "--discovery-port", "0", "--decode-only-fallback", "false"]
+        words = ["--decode-only-fallback", "false"]
         if system == "nixl":
             words += ["--dialect", "vllm-nixl", "--prefill", _url(ports[0]), "--decode", _url(ports[1])]
         elif system == "together":
             words += ["--split-min-tokens", "1000000000"]
-        proxy = await start_process("proxy", ("-m", "kvferry.proxy", *words), setup.log_dir)
+        proxy = await start_process("proxy", (*PROXY, *words), setup.log_dir)
         stack.push_async_callback(proxy.stop)
         pids = await _start_servers(stack, system, setup, ports, proxy.listening["discovery_port"])
         await _until_ready(proxy.url)

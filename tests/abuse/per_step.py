@@ -20,7 +20,7 @@ import aiohttp
 from kvferry.deploy.launcher import Cluster
 from tests.abuse.watch import MODEL
 from tests.helpers.metrics import scrape, total
-from tests.helpers.patience import patient
+from tests.helpers.waiting import patient, until
 
 CHOICES = 40
 TOKENS = 1900
@@ -99,9 +99,7 @@ class Victim:
         """Keep it going while open; it must succeed. It has begun when this is entered."""
         async with asyncio.TaskGroup() as tasks, aiohttp.ClientSession(timeout=NO_LIMIT) as http:
             stream = tasks.create_task(self._stream(http))
-            async with asyncio.timeout(60):
-                while not self.events:
-                    await asyncio.sleep(0.01)
+            await until(lambda: self.events, 60)
             yield
             stream.cancel()
 

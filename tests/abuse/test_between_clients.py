@@ -11,6 +11,7 @@ import pytest
 from kvferry.deploy.launcher import Cluster, start_process
 from tests.abuse.attacks import CHAT, COMPLETIONS, check_refused, check_served, completion
 from tests.abuse.raw import REPLY_S, Reply, exchange, post
+from tests.helpers.commands import PROXY
 from tests.standins.engines import SERVERS, Fabric
 from tests.system.conftest import StartAgent
 
@@ -94,16 +95,7 @@ async def test_a_limited_key_does_not_make_tokens_by_leaving(
 ) -> None:
     """N5: six requests, each left after 3 s, made 26,520 tokens at 300 a minute."""
     (tmp_path / "keys").write_text(f"{LIMITED} tokens=300/min\n{OTHER}\n")
-    argv = (
-        "-m",
-        "kvferry.proxy",
-        "--port",
-        "0",
-        "--discovery-port",
-        "0",
-        "--api-keys",
-        str(tmp_path / "keys"),
-    )
+    argv = (*PROXY, "--api-keys", str(tmp_path / "keys"))
     proxy = await start_process("limited", argv, log_dir / "limited")
     try:
         async with start_agent("--proxy", f"127.0.0.1:{proxy.listening['discovery_port']}"):

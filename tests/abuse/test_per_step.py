@@ -24,7 +24,7 @@ from tests.abuse.per_step import (
     post,
     rate_beside,
 )
-from tests.helpers.patience import patient
+from tests.helpers.waiting import patient
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300), pytest.mark.alone]
 

@@ -24,18 +24,18 @@ from tests.abuse.attacks import (
 )
 from tests.abuse.raw import Reply, connected, exchange, flood, post, read_reply
 from tests.abuse.watch import GROWTH, MAX_BODY
+from tests.helpers.commands import AGENT, PROXY
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
 
 KEY = "a-key-of-more-than-16-characters"
 FLOOD_S = 1.0
-PROXY = ("kvferry.proxy", "--port", "0", "--discovery-port", "0")
 
 
 async def test_without_a_key_nothing_is_had(tmp_path: Path, log_dir: Path) -> None:
     """D1, D6, D7, D9: a key sent as a trailer opened the API; an upgrade was a 500."""
     (tmp_path / "keys").write_text(f"{KEY}\n")
-    argv = ("-m", *PROXY, "--api-keys", str(tmp_path / "keys"))
+    argv = (*PROXY, "--api-keys", str(tmp_path / "keys"))
     proxy = await start_process("locked", argv, log_dir / "locked")
     try:
         process = psutil.Process(proxy.pid)
@@ -101,10 +101,7 @@ async def test_a_proxy_without_descriptors_blames_no_agent(cluster: Cluster) -> 
 
 @pytest.mark.parametrize(
     "argv",
-    [
-        PROXY,
-        ("kvferry.agent", "--role", "both", "--model", "ferry-tiny", "--port", "0", "--control-port", "0"),
-    ],
+    [PROXY, (*AGENT, "--role", "both", "--model", "ferry-tiny")],
     ids=["proxy", "agent"],
 )
 async def test_a_cluster_key_that_others_can_read_is_refused(argv: tuple[str, ...], tmp_path: Path) -> None:
@@ -114,7 +111,7 @@ async def test_a_cluster_key_that_others_can_read_is_refused(argv: tuple[str, ..
     assert await made.wait() == 0
     key.chmod(0o644)
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", *argv, "--cluster-key", str(key), stderr=asyncio.subprocess.PIPE
+        sys.executable, *argv, "--cluster-key", str(key), stderr=asyncio.subprocess.PIPE
     )
     _, complaint = await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode not in (0, None)

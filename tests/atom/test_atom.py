@@ -10,7 +10,7 @@ import asyncio
 import functools
 import json
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,9 @@ from tests.atom import recorded
 from tests.atom.model import ENDS_AT_ONCE, MODEL, SLOW, answer, chat_prompt
 from tests.atom.server import NUM_BLOCKS
 from tests.atom.servers import HEAD, SEED, AtomServer, atom_proxy, atom_server, extract
+from tests.helpers.commands import PROXY
 from tests.helpers.servers import free_port
+from tests.helpers.waiting import until
 
 ATOM = os.environ.get("ATOM", "")
 READY_S = 120.0
@@ -149,13 +151,13 @@ async def set_up(
         flags = ["--dialect", "atom", "--prefill", prefill.url + mode, "--decode", decode.url + mode]
         proxy = await start_proxy(stack, folder, *flags)
     stage = Stage(config, proxy, prefill, decode, http)
-    await until(READY_S, lambda: is_ready(stage))
+    await until(lambda: is_ready(stage), READY_S, 0.1)
     return stage
 
 
 async def start_proxy(stack: AsyncExitStack, folder: Path, *flags: str) -> Process:
     pairs_only = ("--decode-only-fallback", "false")
-    words = ("-m", "kvferry.proxy", "--port", "0", "--discovery-port", "0", *pairs_only, *flags)
+    words = (*PROXY, *pairs_only, *flags)
     proxy = await start_process("proxy", words, folder)
     stack.push_async_callback(proxy.stop)
     return proxy
@@ -164,12 +166,6 @@ async def start_proxy(stack: AsyncExitStack, folder: Path, *flags: str) -> Proce
 async def is_ready(stage: Stage) -> bool:
     async with stage.http.get(f"{stage.proxy.url}/ready") as response:
         return response.status == 200
-
-
-async def until(seconds: float, holds: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(seconds):
-        while not await holds():
-            await asyncio.sleep(0.1)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
@@ -269,7 +265,7 @@ async def check_nothing_is_pinned(stage: Stage) -> None:
     async def is_free() -> bool:
         return not (await stage.prefill.harness(stage.http))["pinned"]
 
-    await until(SETTLE_S, is_free)
+    await until(is_free, SETTLE_S, 0.1)
 
 
 async def check_a_client_that_leaves(stage: Stage) -> None:
@@ -281,7 +277,7 @@ async def check_a_client_that_leaves(stage: Stage) -> None:
     async def is_over() -> bool:
         return not (await stage.decode.harness(stage.http))["unfinished"]
 
-    await until(SETTLE_S, is_over)
+    await until(is_over, SETTLE_S, 0.1)
     reasons = (await stage.decode.harness(stage.http))["reasons"]
     assert reasons.count("aborted") == (0 if stage.config.commit == SEED else 1)
     await check_nothing_is_pinned(stage)
@@ -320,7 +316,7 @@ async def test_a_server_that_is_not_what_it_is_named_is_down(
         ):
             async with AsyncExitStack() as inner:
                 proxy = await start_proxy(inner, tmp_path, "--dialect", "atom", f"--{role}", words)
-                await until(READY_S, functools.partial(is_down, http, proxy, why))
+                await until(functools.partial(is_down, http, proxy, why), READY_S, 0.1)
 
 
 async def is_down(http: aiohttp.ClientSession, proxy: Process, why: str) -> bool:
@@ -349,14 +345,14 @@ async def test_the_legs_are_those_of_atoms_own_proxy(
         named = (*named, "--decode", f"{decode.url},handshake_port={DECODE_HANDSHAKE}")
         ours = await start_proxy(stack, tmp_path, "--dialect", "atom", "--prefill", *named)
         stage = Stage(CONFIGS[0], ours, prefill, decode, http)
-        await until(READY_S, lambda: is_ready(stage))
+        await until(lambda: is_ready(stage), READY_S, 0.1)
         body = {"model": MODEL, "prompt": "the same to both", "max_tokens": 5}
 
         async def theirs_answers() -> bool:
             async with http.post(f"{url}/v1/completions", json=body) as response:
                 return response.status == 200
 
-        await until(READY_S, theirs_answers)
+        await until(theirs_answers, READY_S, 0.1)
         await stage.ask(body)
         for server, varying in ((prefill, set()), (decode, {"transfer_id", "remote_dp_rank", "remote_port"})):
             legs = [json.loads(each["asked"]) for each in (await server.harness(http))["seen"]]

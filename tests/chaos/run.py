@@ -22,6 +22,7 @@ from tests.chaos.judge import ClientLeft, Tally
 from tests.chaos.plan import ROLES, ROUND_REQUESTS, Ask, Round, Strike, make_questions, make_rounds
 from tests.chaos.victims import LEASE_S, MODEL, MORI_FAULT, OutlivedItself, library, make_spec, revive, strike
 from tests.helpers.client import Answer, RequestFailed, StreamCut, complete, complete_all, session
+from tests.helpers.commands import AGENT
 from tests.helpers.metrics import PAGE_AGE_S, scrape, total, wait_idle
 from tests.system.conftest import wait_ready
 
@@ -79,7 +80,7 @@ class _Progress:
 
 async def ask_alone(settings: Settings, log_dir: Path) -> list[Answer]:
     """The right answer to every question, from one undisturbed agent with role `both`."""
-    argv = ("-m", "kvferry.agent", "--role", "both", "--model", MODEL, "--port", "0", "--control-port", "0")
+    argv = (*AGENT, "--role", "both", "--model", MODEL)
     agent = await start_process("alone", (*argv, "--prefix-cache", "false", "--threads", "1"), log_dir)
     try:
         await wait_ready(agent)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -30,7 +29,7 @@ from tests.contract.pools import allocations, pattern
 from tests.contract.serving_peer import serve
 from tests.helpers.forked import Forked
 from tests.helpers.gpu import count_gpus, needs_gpus
-from tests.helpers.patience import patient
+from tests.helpers.waiting import patient, wait_until
 from tests.standins import mori_io
 
 POOL_BYTES = 16 << 20
@@ -134,11 +133,7 @@ class Reader:
             torch.cuda.current_stream(self._regions[0].device).synchronize()
 
     def wait(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while not condition():
-            assert time.monotonic() < deadline, "the backend kept us waiting past every deadline"
-            self.engine.progress()
-            time.sleep(0.0005)
+        wait_until(condition, DEADLINE_S, step=self.engine.progress)
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ from kvferry.transfer.engine import PeerUnreachable, Status, open_engine
 from kvferry.transfer.layout import REGION_SHIFT
 from tests.contract.conftest import ON_GPUS, POOL_BYTES, READER_GPU, Reader, ServingPeer, engine_options
 from tests.contract.pools import virtual
-from tests.helpers.patience import patient
+from tests.helpers.waiting import patient
 
 StartPeer = Callable[..., ServingPeer]
 

@@ -13,7 +13,7 @@ import yaml
 from tests.deploy.chart import ROOT, TOOLS
 from tests.deploy.containers import Containers, limits, missing
 from tests.deploy.image import BASE, build
-from tests.helpers.patience import patient
+from tests.helpers.waiting import patient
 
 FOLDER = TOOLS / "containers"
 SERVICES = ("proxy", "prefill", "decode")

@@ -22,7 +22,7 @@ from tests.deploy.containers import Containers
 from tests.deploy.image import IMAGE, build, copy_of_the_repository
 from tests.deploy.pods import NETWORK, Pod, Pods
 from tests.helpers.client import complete, session
-from tests.helpers.patience import patient
+from tests.helpers.waiting import patient
 
 PROMPT, ANSWER = "417+52=", "469"
 BODY = {"model": "ferry-tiny", "prompt": PROMPT, "temperature": 0, "max_tokens": 8}

@@ -27,8 +27,8 @@ from tests.deploy.hosts import Terminal, hosts
 from tests.deploy.pages import scripts, steps
 from tests.deploy.ray_nodes import ADDRESSES, RayNodes, own_network
 from tests.helpers.client import Answer, complete_all, heldout, session
-from tests.helpers.metrics import scrape, total
-from tests.helpers.patience import patient
+from tests.helpers.metrics import scrape, total, wait_running
+from tests.helpers.waiting import patient, until
 from tests.system.test_up import Up, nodes
 
 ROOT = Path(__file__).parents[2]
@@ -115,9 +115,10 @@ async def where() -> dict[str, dict[str, Any]]:
 
 
 async def all_gone(processes: list[psutil.Process], timeout_s: float) -> None:
-    async with asyncio.timeout(timeout_s):
-        while any(process.is_running() and process.status() != "zombie" for process in processes):
-            await asyncio.sleep(0.1)
+    await until(
+        lambda: not any(process.is_running() and process.status() != "zombie" for process in processes),
+        timeout_s,
+    )
 
 
 async def test_a_node_dies_under_load_and_its_agents_come_back_elsewhere(
@@ -148,9 +149,7 @@ async def test_a_node_dies_under_load_and_its_agents_come_back_elsewhere(
         ]
         expected = await complete_all(url, bodies, STREAMS)
         running = asyncio.ensure_future(complete_all(url, bodies, STREAMS))
-        async with asyncio.timeout(START_TIMEOUT_S):
-            while not total(await scrape(before["decode-1"]["url"]), "kvferry_agent_num_requests_running"):
-                await asyncio.sleep(0.02)
+        await wait_running(before["decode-1"]["url"])
         family = ray_nodes.processes(DOOMED)
         ray_nodes.kill_raylet(DOOMED)
         for ours, theirs in zip(await running, expected, strict=True):

@@ -24,7 +24,7 @@ from tests.deploy.hosts import Host, hosts
 from tests.deploy.pages import scripts
 from tests.deploy.ray_nodes import own_network
 from tests.helpers.client import complete, session
-from tests.helpers.patience import patient
+from tests.helpers.waiting import patient
 
 ROOT = Path(__file__).parents[2]
 UNITS = ROOT / "deploy" / "systemd"

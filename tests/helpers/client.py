@@ -14,7 +14,7 @@ from typing import Any
 
 import aiohttp
 
-from tests.helpers.patience import patient
+from tests.helpers.waiting import patient
 
 DATA = Path(__file__).parents[1] / "data"
 REQUEST_TIMEOUT_S = patient(120.0)

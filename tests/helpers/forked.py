@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.patience import patient
+from tests.helpers.waiting import patient
 
 READY_S = patient(60.0)
 STOPPED_S = patient(20.0)

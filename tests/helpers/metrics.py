@@ -9,6 +9,8 @@ import time
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.helpers.waiting import patient
+
 STATS_S = 10.0
 PAGE_AGE_S = 1.0
 """How old what an agent's page says may be."""
@@ -57,6 +59,13 @@ async def blocks(url: str) -> dict[str, int]:
             await asyncio.sleep(0.1)
     states = ("free", "used", "leased", "quarantined")
     return {state: int(total(samples, "kvferry_agent_kv_blocks", state=state)) for state in states}
+
+
+async def wait_running(url: str, least: int = 1) -> None:
+    """Wait until an agent runs so many requests. Raises TimeoutError."""
+    async with asyncio.timeout(patient(60.0)):
+        while total(await scrape(url), "kvferry_agent_num_requests_running") < least:
+            await asyncio.sleep(0.01)
 
 
 async def wait_idle(url: str, timeout_s: float) -> dict[str, int]:

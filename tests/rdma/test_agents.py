@@ -27,7 +27,7 @@ from tests.chaos.judge import Verdict, judge
 from tests.chaos.test_late_reader import prefill
 from tests.helpers.client import Answer, Prompt, RequestFailed, complete_all, heldout, session
 from tests.helpers.metrics import scrape, settled, total, wait_idle
-from tests.helpers.patience import patient
+from tests.helpers.waiting import patient
 from tests.rdma.forked_ranks import rank_server
 from tests.standins import faults
 from tests.system.conftest import COMMON_ARGS, MODEL, wait_ready

@@ -10,7 +10,7 @@ import pytest
 
 from kvferry.deploy import doctor
 from kvferry.transfer.rdma_devices import list_rdma_devices
-from tests.helpers.patience import patient
+from tests.helpers.waiting import patient
 
 
 def test_the_machine_and_its_libraries() -> None:

@@ -8,11 +8,10 @@ from __future__ import annotations
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from kvferry.agent.announce.proxy_names import ProxyName
-from tests.helpers.patience import patient
+from tests.helpers.waiting import patient, wait_until
 from tests.standins.dns_server import DnsServer
 
 DEADLINE_S = 60.0
@@ -37,7 +36,7 @@ def main() -> None:
         until(name, {"10.0.0.1:36367", "10.0.0.2:36367", "[fd00::3]:36367"})
         server.fails = True
         asked = server.queries
-        wait(lambda: server.queries > asked + 3)
+        wait_until(lambda: server.queries > asked + 3, DEADLINE_S)
         assert len(name.addresses()) == 3, name.addresses()
         server.fails = False
         server.names["proxies.test"] = ("fd00::3",)
@@ -48,17 +47,10 @@ def main() -> None:
 
 def until(name: ProxyName, expected: set[str]) -> None:
     begun = time.monotonic()
-    wait(lambda: set(name.addresses()) == expected)
+    wait_until(lambda: set(name.addresses()) == expected, DEADLINE_S)
     took_s = time.monotonic() - begun
     print(f"after {took_s:.1f} s: {', '.join(sorted(expected))}")
     assert took_s < patient(FOLLOWED_WITHIN_S)
-
-
-def wait(claim: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not claim():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 
-from tests.helpers.patience import patient
+from tests.helpers.waiting import patient
 
 
 def main() -> int:

@@ -15,6 +15,7 @@ import pytest
 import pytest_asyncio
 
 from kvferry.deploy.launcher import AgentSpec, Cluster, ClusterSpec, Process, start_process
+from tests.helpers.commands import AGENT
 
 MODEL = "ferry-tiny"
 FOLDERS = ("agent", "common", "deploy", "proxy", "transfer")
@@ -89,18 +90,7 @@ def start_agent(log_dir: Path) -> StartAgent:
     @asynccontextmanager
     async def start(*args: str, model: str = MODEL) -> AsyncIterator[Process]:
         number = len(list(log_dir.iterdir()))
-        argv = (
-            "-m",
-            "kvferry.agent",
-            "--role",
-            "both",
-            "--model",
-            model,
-            "--port",
-            "0",
-            "--control-port",
-            "0",
-        )
+        argv = (*AGENT, "--role", "both", "--model", model)
         process = await start_process("both", (*argv, *COMMON_ARGS, *args), log_dir / f"{number}")
         try:
             await wait_ready(process)

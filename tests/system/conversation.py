@@ -14,7 +14,7 @@ import aiohttp
 from kvferry.deploy.launcher import Cluster
 from tests.helpers.client import Answer, complete
 from tests.helpers.metrics import Samples, scrape, total
-from tests.helpers.patience import patient
+from tests.helpers.waiting import patient
 
 TURNS = 8
 FIRST_TOKENS = 256

@@ -17,8 +17,8 @@ import pytest_asyncio
 
 from kvferry.deploy.launcher import Cluster
 from tests.helpers.client import Answer, complete_all, heldout, session
-from tests.helpers.metrics import scrape, total
-from tests.helpers.patience import patient
+from tests.helpers.metrics import scrape, total, wait_running
+from tests.helpers.waiting import patient
 from tests.system.conftest import StartAgent, StartCluster
 from tests.system.test_migration import kill_api, kill_rank
 
@@ -262,9 +262,7 @@ async def test_streams_go_on_elsewhere_and_stay_valid(
         undisturbed = await complete_all(cluster.url, bodies, concurrency=CONCURRENCY)
         doomed = cluster.agents["decode-0"]
         running = asyncio.ensure_future(complete_all(cluster.url, bodies, concurrency=CONCURRENCY))
-        async with asyncio.timeout(60):
-            while total(await scrape(doomed.url), "kvferry_agent_num_requests_running") < RUNNING_BEFORE:
-                await asyncio.sleep(0.02)
+        await wait_running(doomed.url, RUNNING_BEFORE)
         kill(doomed)
         await doomed.process.wait()
         results = await running

@@ -16,7 +16,7 @@ import pytest_asyncio
 from kvferry.deploy.launcher import Cluster
 from tests.helpers.client import Answer, complete, complete_all, heldout, session
 from tests.helpers.deaths import assert_within, exit_s
-from tests.helpers.metrics import PAGE_AGE_S, scrape, total, wait_idle
+from tests.helpers.metrics import PAGE_AGE_S, scrape, total, wait_idle, wait_running
 from tests.system.conftest import StartAgent, StartCluster
 
 LEASE_S = 2.0
@@ -44,9 +44,7 @@ async def test_killing_a_decode_agent_in_the_midst_of_32_streams(start_cluster: 
     ) as cluster:
         doomed = cluster.agents["decode-0"]
         running = asyncio.ensure_future(complete_all(cluster.url, bodies, concurrency=STREAMS))
-        async with asyncio.timeout(30):
-            while total(await scrape(doomed.url), "kvferry_agent_num_requests_running") < 8:
-                await asyncio.sleep(0.05)
+        await wait_running(doomed.url, 8)
         os.kill(doomed.pid, signal.SIGKILL)
         await doomed.process.wait()
         results = await running

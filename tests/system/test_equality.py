@@ -28,6 +28,7 @@ from filelock import AsyncFileLock
 
 from kvferry.deploy.launcher import Process, start_process
 from tests.helpers.client import Answer, Choice, Prompt, complete_all, heldout
+from tests.helpers.commands import PROXY
 from tests.helpers.metrics import STATS_S, scrape, total, wait_idle
 from tests.system.conftest import COMMON_ARGS, MODEL, StartAgent, wait_ready
 
@@ -180,9 +181,8 @@ class Fleet:
 
     async def start_proxies(self) -> None:
         for key in PAIRS:
-            argv = ("-m", "kvferry.proxy", "--port", "0", "--discovery-port", "0")
             pairs = ("--decode-only-fallback", "false")  # so that it is ready with a pair, and not before
-            self._proxies[key] = await self._start(f"proxy-{pair_name(key)}", *argv, *pairs)
+            self._proxies[key] = await self._start(f"proxy-{pair_name(key)}", *PROXY, *pairs)
 
     async def pair(self, key: PairKey) -> Pair:
         (prefill_tp, decode_tp), backend = key

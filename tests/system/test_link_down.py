@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.helpers.patience import patient
+from tests.helpers.waiting import patient
 from tests.standins import network
 from tests.system.link_down import CLIENTS, Request
 

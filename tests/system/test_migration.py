@@ -13,7 +13,7 @@ import pytest
 
 from kvferry.deploy.launcher import Process
 from tests.helpers.client import Answer, complete_all, heldout
-from tests.helpers.metrics import PAGE_AGE_S, scrape, total, wait_idle
+from tests.helpers.metrics import PAGE_AGE_S, scrape, total, wait_idle, wait_running
 from tests.system.conftest import StartCluster
 
 STREAMS = 16
@@ -85,9 +85,7 @@ async def test_streams_survive_the_death_of_their_decode_agent(
         undisturbed = await complete_all(cluster.url, bodies(), concurrency=STREAMS)
         doomed = cluster.agents["decode-0"]
         running = asyncio.ensure_future(complete_all(cluster.url, bodies(), concurrency=STREAMS))
-        async with asyncio.timeout(30):
-            while total(await scrape(doomed.url), "kvferry_agent_num_requests_running") < RUNNING_BEFORE:
-                await asyncio.sleep(0.02)
+        await wait_running(doomed.url, RUNNING_BEFORE)
         kill(doomed)
         await doomed.process.wait()
         results = await running

@@ -25,7 +25,7 @@ from tests.chaos.judge import Verdict, judge
 from tests.chaos.victims import processes, stopped
 from tests.helpers.client import complete, session
 from tests.helpers.metrics import scrape, settled, total, wait_idle
-from tests.helpers.patience import patient
+from tests.helpers.waiting import patient
 from tests.standins import faults
 from tests.system.conftest import StartAgent, StartCluster
 from tests.system.conversation import (

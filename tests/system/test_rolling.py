@@ -23,7 +23,7 @@ from kvferry.deploy.drain import drain
 from kvferry.deploy.launcher import LISTENING_TIMEOUT_S, STOP_GRACE_S, Process, start_process
 from tests.helpers.client import Answer, RequestFailed, StreamCut, complete, heldout, session
 from tests.helpers.metrics import Samples, is_shown, scrape, total
-from tests.helpers.patience import patient
+from tests.helpers.waiting import patient
 from tests.system.conftest import COMMON_ARGS, MODEL
 
 ROOT = Path(__file__).parents[2]

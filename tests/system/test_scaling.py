@@ -16,6 +16,7 @@ import pytest
 
 from kvferry.deploy.launcher import start_process
 from tests.helpers.client import session
+from tests.helpers.commands import PROXY
 from tests.helpers.metrics import scrape, total
 from tests.system.conftest import StartCluster
 
@@ -36,8 +37,7 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 @asynccontextmanager
 async def two_proxies(start_cluster: StartCluster, log_dir: Path) -> AsyncIterator[tuple[str, str]]:
     """A prefill and a decode agent with few slots, behind two proxies."""
-    words = ("-m", "kvferry.proxy", "--port", "0", "--discovery-port", "0")
-    other = await start_process("other-proxy", words, log_dir)
+    other = await start_process("other-proxy", PROXY, log_dir)
     try:
         proxy = f"127.0.0.1:{other.listening['discovery_port']}"
         args = ("--proxy", proxy, "--max-num-seqs", "8")

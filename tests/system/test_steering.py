@@ -18,8 +18,8 @@ import pytest_asyncio
 from kvferry.deploy.launcher import Cluster
 from tests.deploy.pages import steps
 from tests.helpers.client import Answer, Prompt, complete_all, heldout, session
-from tests.helpers.metrics import scrape, total, wait_idle
-from tests.helpers.patience import patient
+from tests.helpers.metrics import scrape, total, wait_idle, wait_running
+from tests.helpers.waiting import patient
 from tests.system.conftest import StartCluster
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -66,9 +66,7 @@ async def test_a_cordoned_agent_finishes_what_it_has_and_gets_nothing_new(cluste
     async with session() as http:
         cordoned, other = (cluster.agents[name] for name in ("decode-0", "decode-1"))
         streams = asyncio.ensure_future(complete_all(cluster.url, long, concurrency=len(long)))
-        async with asyncio.timeout(30):
-            while total(await scrape(cordoned.url), "kvferry_agent_num_requests_running") < len(long) // 2:
-                await asyncio.sleep(0.02)
+        await wait_running(cordoned.url, len(long) // 2)
         await command(http, cluster, (await nodes(http, cluster))[cordoned.url], "cordon")
         told = (await nodes(http, cluster))[cordoned.url]
         assert (told["state"], told["load"]["max_running"]) == ("cordoned", 64)

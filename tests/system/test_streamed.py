@@ -17,7 +17,7 @@ import pytest_asyncio
 
 from kvferry.deploy.launcher import Cluster
 from tests.helpers.client import Answer, Prompt, complete, complete_all, heldout, session
-from tests.helpers.metrics import scrape, settled, total, wait_idle
+from tests.helpers.metrics import scrape, settled, total, wait_idle, wait_running
 from tests.system.conftest import StartCluster
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -133,9 +133,7 @@ async def test_prefill_agents_that_die_in_the_midst_change_no_answer(cluster: Cl
     theirs = await complete_all(cluster.agents["decode-0"].url, bodies, concurrency=8)
     doomed = cluster.agents["prefill-0"]
     asking = asyncio.ensure_future(complete_all(cluster.url, bodies, concurrency=8))
-    async with asyncio.timeout(30):
-        while not total(await scrape(doomed.url), "kvferry_agent_num_requests_running"):
-            await asyncio.sleep(0.005)
+    await wait_running(doomed.url)
     os.kill(doomed.pid, signal.SIGKILL)
     assert answers(await asking) == answers(theirs)
     assert total(await scrape(cluster.url), "kvferry_proxy_retries_total", leg="prefill") >= 1

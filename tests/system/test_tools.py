@@ -22,7 +22,7 @@ import pytest_asyncio
 
 from kvferry.deploy.launcher import Cluster
 from tests.helpers.client import heldout, session
-from tests.helpers.metrics import scrape, total
+from tests.helpers.metrics import scrape, total, wait_running
 from tests.standins.chat_templates import HERMES
 from tests.system.conftest import StartCluster
 from tests.system.test_migration import kill_rank
@@ -179,9 +179,7 @@ async def test_calls_are_valid_and_equal_apart_together_and_after_a_death(cluste
     doomed = cluster.agents["decode-0"]
     streams = [{**body, "stream": True} for body in asked]
     running = asyncio.gather(*(chat(cluster.url, body) for body in streams))
-    async with asyncio.timeout(60):
-        while total(await scrape(doomed.url), "kvferry_agent_num_requests_running") < RUNNING_BEFORE:
-            await asyncio.sleep(0.02)
+    await wait_running(doomed.url, RUNNING_BEFORE)
     kill_rank(doomed)
     await doomed.process.wait()
     for body, ours, theirs in zip(streams, await running, together, strict=True):

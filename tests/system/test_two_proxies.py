@@ -12,6 +12,7 @@ from typing import Any
 import aiohttp
 
 from kvferry.deploy.launcher import Process, start_process
+from tests.helpers.commands import PROXY
 from tests.standins.agents import StandInAgent
 
 BODY = {"model": "stand-in", "prompt": "once upon a time", "max_tokens": 6, "seed": 1}
@@ -20,7 +21,7 @@ DEADLINE_S = 20.0
 
 @asynccontextmanager
 async def proxies(log_dir: Path) -> AsyncIterator[tuple[Process, Process]]:
-    words = ("-m", "kvferry.proxy", "--port", "0", "--discovery-port", "0", "--decode-policy", "power_of_two")
+    words = (*PROXY, "--decode-policy", "power_of_two")
     async with AsyncExitStack() as stack:
         started = await asyncio.gather(*(start_process(name, words, log_dir) for name in ("one", "other")))
         for process in started:

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from tests.helpers.client import Answer, complete, heldout, session
-from tests.helpers.patience import patient
+from tests.helpers.waiting import patient
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.long

@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 from unittest.mock import patch
 
-from tests.helpers.patience import patient
 from tests.helpers.servers import free_port
+from tests.helpers.waiting import patient
 from tests.system.test_rolling import Fleet
 from tests.system.vllm.servers import (
     ENVIRONMENT,

@@ -24,8 +24,8 @@ import psutil
 
 from tests.helpers.client import Answer, RequestFailed, StreamCut, complete, heldout, session
 from tests.helpers.metrics import PAGE_AGE_S, scrape, total
-from tests.helpers.patience import patient
 from tests.helpers.servers import paused
+from tests.helpers.waiting import patient
 from tests.system.test_rolling import ROLES, Fleet
 from tests.system.vllm.fleet import VllmFleet
 from tests.system.vllm.servers import MARKS, MODEL

@@ -17,7 +17,7 @@ import pytest
 
 from tests.helpers.client import heldout
 from tests.helpers.metrics import PAGE_AGE_S
-from tests.helpers.patience import patient
+from tests.helpers.waiting import patient
 from tests.system.vllm.servers import MARKS, MODEL, VllmServer
 from tests.system.vllm.test_kvferry import (
     ENDED,

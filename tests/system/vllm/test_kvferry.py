@@ -21,6 +21,7 @@ import pytest
 
 from kvferry.deploy.launcher import start_process
 from tests.helpers.client import heldout, session
+from tests.helpers.commands import PROXY
 from tests.helpers.metrics import is_shown, scrape, total
 from tests.helpers.servers import free_port
 from tests.system.vllm.servers import MARKS, MODEL, VllmServer, together, vllm_server
@@ -84,16 +85,7 @@ async def started(
 ) -> AsyncIterator[Stack]:
     """A proxy, and two servers of so many ranks that announce themselves to it, or three."""
     async with AsyncExitStack() as stack:
-        words = (
-            "-m",
-            "kvferry.proxy",
-            "--port",
-            "0",
-            "--discovery-port",
-            "0",
-            "--decode-only-fallback",
-            "false",
-        )
+        words = (*PROXY, "--decode-only-fallback", "false")
         proxy = await start_process("proxy", words, log_dir)
         stack.push_async_callback(proxy.stop)
         discovery = f"127.0.0.1:{proxy.listening['discovery_port']}"

@@ -19,6 +19,8 @@ import pytest
 
 from kvferry.deploy.launcher import start_process
 from tests.helpers.client import session
+from tests.helpers.commands import PROXY
+from tests.system.conftest import wait_ready
 from tests.system.vllm.servers import (
     FILLERS,
     LATE_POOL,
@@ -141,15 +143,10 @@ async def proxy(
     """A proxy before the pair; yields its URL once it is ready."""
     servers = ("--prefill", pair[0].url, "--decode", pair[1].url, "--dialect", "vllm-nixl")
     servers += ("--decode-only-fallback", "false")
-    argv = ("-m", "kvferry.proxy", "--port", "0", "--discovery-port", "0", *servers, *words)
+    argv = (*PROXY, *servers, *words)
     process = await start_process(f"proxy-{name}", argv, log_dir)
     try:
-        async with asyncio.timeout(60), aiohttp.ClientSession() as http:
-            while True:
-                async with http.get(f"{process.url}/ready") as response:
-                    if response.status == 200:
-                        break
-                await asyncio.sleep(0.1)
+        await wait_ready(process)
         yield process.url
     finally:
         await process.stop()

@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 from tests.helpers.client import Answer, complete, heldout, session
 from tests.helpers.metrics import scrape, total
-from tests.helpers.patience import patient
+from tests.helpers.waiting import patient
 from tests.system.test_up import nodes, up
 from tests.system.vllm.servers import ENVIRONMENT, MARKS, MODEL, PYTHON, START_TIMEOUT_S, engine_words
 

@@ -3,18 +3,18 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 
 from kvferry.deploy.launcher import start_process
 from tests.helpers.client import complete_all, heldout, session
+from tests.helpers.commands import PROXY
+from tests.system.conftest import wait_ready
 from tests.system.vllm.servers import MARKS, MODEL, VllmServer, vllm_server
 
 PROMPTS = 50
@@ -46,16 +46,10 @@ async def started(stack: AsyncExitStack, tmp_path: Path) -> Stack:
     decode = await stack.enter_async_context(vllm_server("decode", "kv_consumer", tmp_path))
     words = ("--prefill", prefill.url, "--decode", decode.url, "--dialect", "vllm-nixl")
     words += ("--decode-only-fallback", "false")
-    proxy = await start_process(
-        "proxy", ("-m", "kvferry.proxy", "--port", "0", "--discovery-port", "0", *words), tmp_path
-    )
+    proxy = await start_process("proxy", (*PROXY, *words), tmp_path)
     stack.push_async_callback(proxy.stop)
-    async with asyncio.timeout(60), aiohttp.ClientSession() as http:
-        while True:
-            async with http.get(f"{proxy.url}/ready") as response:
-                if response.status == 200:
-                    return Stack(plain, prefill, decode, proxy.url)
-            await asyncio.sleep(0.1)
+    await wait_ready(proxy)
+    return Stack(plain, prefill, decode, proxy.url)
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ import psutil
 
 from kvferry.common.child_process import ChildProcess, ParentGone
 from tests.helpers.deaths import assert_within
+from tests.helpers.waiting import until
 
 CHILD = "import os; from kvferry.common.child_process import die_with_parent; die_with_parent(os.getppid()); "
 
@@ -21,9 +22,10 @@ CHILD = "import os; from kvferry.common.child_process import die_with_parent; di
 async def wait_gone(pid: int, timeout_s: float) -> float:
     """Seconds until the process was gone."""
     start = time.monotonic()
-    async with asyncio.timeout(timeout_s):
-        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-            await asyncio.sleep(0.01)
+    await until(
+        lambda: not (psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE),
+        timeout_s,
+    )
     return time.monotonic() - start
 
 
@@ -63,9 +65,7 @@ async def test_a_child_does_not_outlive_a_parent_that_died_before_the_child_firs
         "asyncio.run(main())"
     )
     parent = await asyncio.create_subprocess_exec(sys.executable, "-c", code)
-    async with asyncio.timeout(20):
-        while not (pid_file.exists() and pid_file.read_text()):
-            await asyncio.sleep(0.01)
+    await until(lambda: pid_file.exists() and pid_file.read_text(), 20)
     parent.kill()
     await parent.wait()
     await wait_gone(int(pid_file.read_text()), 20.0)
@@ -102,9 +102,7 @@ pathlib.Path({str(deaf)!r}).touch()
 time.sleep(60)
 """
     child = await ChildProcess.start(["-c", code], "stubborn")
-    async with asyncio.timeout(20):
-        while not deaf.exists():
-            await asyncio.sleep(0.01)
+    await until(lambda: deaf.exists(), 20)
     await child.stop(0.2)
     assert child.returncode == -signal.SIGKILL
     assert not psutil.pid_exists(child.pid)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -141,13 +141,6 @@ class Agent:
 
     def _ranks(self) -> range:
         return range(self.config.tp_size)
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    """Poll for what has no event. Raises TimeoutError."""
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 def thread_seconds() -> dict[int, float]:

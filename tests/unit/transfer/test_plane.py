@@ -26,6 +26,7 @@ from kvferry.transfer.producer.lease import LeaseTable
 from kvferry.transfer.ranks.channel import RankSocket
 from kvferry.transfer.sampled_tokens import SampledToken, SampledTokens
 from tests.helpers.deaths import assert_within
+from tests.helpers.waiting import until
 from tests.unit.transfer.rig import GEOMETRY, NUM_BLOCKS, Agent, assert_same_kv
 
 THEIRS = [3, 4, 5, 9, 1]
@@ -50,9 +51,7 @@ BACKENDS = [
 
 async def arrived(producer: Agent, theirs: int, consumer: Agent, ours: int) -> None:
     """Wait until a block is there."""
-    async with asyncio.timeout(10.0):
-        while not producer.heads(theirs).equal(consumer.heads(ours)):
-            await asyncio.sleep(0.01)
+    await until(lambda: producer.heads(theirs).equal(consumer.heads(ours)), 10.0)
 
 
 @pytest.mark.parametrize("transfer", BACKENDS)
@@ -236,9 +235,7 @@ async def test_a_producer_without_room_for_early_readers_is_not_asked_without_pa
     async with Agent(seed=1, max_staged=0) as prefill, Agent(seed=2) as decode:
         transfer_id = new_transfer_id()
         decode.plane.pull(transfer_id, prefill.remote(TOKENS), one_group(OURS), 10.0)
-        async with asyncio.timeout(10.0):
-            while len(asked) < 4:
-                await asyncio.sleep(0.01)
+        await until(lambda: len(asked) >= 4, 10.0)
         pauses = [later - earlier for earlier, later in pairwise(asked)]
         assert all(pause > 0.9 * least for pause, least in zip(pauses, (0.02, 0.04, 0.08), strict=False))
         prefill.plane.register(transfer_id, one_group(THEIRS), TOKENS, "hash", 30.0)

@@ -7,10 +7,9 @@ import asyncio
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,6 +20,7 @@ from kvferry.proxy.fleet.address_rules import RejectReason
 from kvferry.proxy.fleet.snapshot import Node
 from kvferry.proxy.server import RunningProxy, running_proxy
 from tests.helpers.servers import free_port
+from tests.helpers.waiting import until
 from tests.standins.watched_server import WatchedServer
 
 DEADLINE_S = 20.0
@@ -54,12 +54,6 @@ def nodes(proxy: RunningProxy) -> list[Node]:
 def said_bye(proxy: RunningProxy, node: Node) -> bool:
     """Whether it left with a goodbye, not by falling silent: then its pings are not believed any more."""
     return proxy.fleet.registry.register(node.info) is RejectReason.RETIRED
-
-
-async def until(claim: Callable[[], Any]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not claim():
-            await asyncio.sleep(0.02)
 
 
 async def test_it_says_that_the_server_is_down() -> None:

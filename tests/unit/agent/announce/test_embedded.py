@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +19,7 @@ from kvferry.proxy.fleet.snapshot import Node
 from kvferry.proxy.server import RunningProxy, running_proxy
 from kvferry.proxy.telemetry.transfer_totals import TransferTotals
 from kvferry.proxy.wire.registration import Capacity, Incarnation, WorkReport
+from tests.helpers.waiting import until
 from tests.unit.transfer.rig import GEOMETRY
 
 DEADLINE_S = 20.0
@@ -51,12 +51,6 @@ class Work:
 
 def nodes(proxy: RunningProxy) -> list[Node]:
     return list(proxy.fleet.registry.snapshot().nodes)
-
-
-async def until(claim: Callable[[], Any]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not claim():
-            await asyncio.sleep(0.02)
 
 
 @pytest.mark.parametrize("asked", ["on the socket", "by a proxy"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from kvferry.proxy.fleet.address_rules import RejectReason
 from kvferry.proxy.fleet.registry import Node
 from kvferry.proxy.server import RunningProxy, running_proxy
 from kvferry.proxy.wire.registration import Incarnation, Load, NodeState, Register
+from tests.helpers.waiting import until
 
 DEADLINE_S = 20.0
 
@@ -56,12 +57,6 @@ def said_bye(proxy: RunningProxy, incarnation: str) -> bool:
     """Whether its pings are not believed any more."""
     info = registration(99, "ready", incarnation)
     return proxy.fleet.registry.register(info, proxy.fleet.clock()) is RejectReason.RETIRED
-
-
-async def until(claim: Callable[[], Any]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not claim():
-            await asyncio.sleep(0.02)
 
 
 async def test_it_starts_serves_drains_is_released_and_leaves_with_a_bye() -> None:

@@ -10,8 +10,6 @@ import asyncio
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,15 +24,9 @@ from kvferry.agent.announce.proxy_names import (
     split_name,
 )
 from kvferry.proxy.wire.registration import Ack, Load, Register, decode_agent_message, encode
+from tests.helpers.waiting import wait_until
 
 DEADLINE_S = 30.0
-
-
-def until(claim: Callable[[], object]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not claim():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +69,7 @@ class Names:
         before = self.done
         for _ in range(times):
             self._may.release()
-        until(lambda: self.done >= before + times)
+        wait_until(lambda: self.done >= before + times)
 
 
 def test_an_address_is_left_with_the_second_lookup_that_lacks_it(caplog: pytest.LogCaptureFixture) -> None:
@@ -85,20 +77,20 @@ def test_an_address_is_left_with_the_second_lookup_that_lacks_it(caplog: pytest.
     name = ProxyName("dns:p:7", lookup=lookup, interval_s=0.0)
     assert name.addresses() == ()
     lookup.look()
-    until(lambda: set(name.addresses()) == {"10.0.0.1:7", "10.0.0.2:7"})
+    wait_until(lambda: set(name.addresses()) == {"10.0.0.1:7", "10.0.0.2:7"})
     lookup.answer = ["10.0.0.2", "10.0.0.3"]
     lookup.look()
-    until(lambda: "10.0.0.3:7" in name.addresses())
+    wait_until(lambda: "10.0.0.3:7" in name.addresses())
     assert "10.0.0.1:7" in name.addresses()
     lookup.look()
-    until(lambda: set(name.addresses()) == {"10.0.0.2:7", "10.0.0.3:7"})
+    wait_until(lambda: set(name.addresses()) == {"10.0.0.2:7", "10.0.0.3:7"})
     # What cannot be looked up stays, and is logged once.
     lookup.answer = OSError("no resolver")
     lookup.look(3)
     assert set(name.addresses()) == {"10.0.0.2:7", "10.0.0.3:7"}
     lookup.answer = [f"10.0.1.{index}" for index in range(MAX_ADDRESSES + 1)]
     lookup.look(2)
-    until(lambda: len(name.addresses()) == MAX_ADDRESSES)
+    wait_until(lambda: len(name.addresses()) == MAX_ADDRESSES)
     name.close()
     lookup.look()  # the one that is under way
     assert [each.message for each in caplog.records].count("dns:p:7 cannot be looked up: no resolver") == 1
@@ -113,7 +105,7 @@ def test_a_name_that_still_cannot_be_looked_up_is_logged_again(
     lookup.answer = OSError("no resolver")
     name = ProxyName("dns:p:7", lookup=lookup, interval_s=0.0)
     lookup.look(3)
-    until(lambda: caplog.text.count("dns:p:7 cannot be looked up: no resolver") == 3)
+    wait_until(lambda: caplog.text.count("dns:p:7 cannot be looked up: no resolver") == 3)
     name.close()
     lookup.look()
 

@@ -24,8 +24,8 @@ from kvferry.agent.messages.steps import (
     step_address,
 )
 from kvferry.transfer.ranks.channel import RankConnection, RankEnd, connect_at_once
+from tests.helpers.waiting import until
 from tests.standins.api_process import tiny_config
-from tests.unit.transfer.rig import until
 
 STEP = Step(number=1, copies=(), chunks=(), report_written=True)
 START_S = 10.0

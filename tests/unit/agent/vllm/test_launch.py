@@ -20,8 +20,8 @@ from kvferry.agent.config import BUNDLED_MODELS
 from kvferry.agent.vllm.launch import VllmEngineConfig, _port_kept, with_chosen_engine
 from kvferry.common.options import take_option
 from kvferry.transfer.net import CannotBind
-from tests.helpers.patience import patient
 from tests.helpers.servers import free_port
+from tests.helpers.waiting import patient, until
 
 ROOT = Path(__file__).parents[4]
 SERVER = """
@@ -110,9 +110,7 @@ async def running(python: Path, *words: str) -> AsyncIterator[Running]:
 
 
 async def gone(pid: int) -> None:
-    async with asyncio.timeout(patient(5.0)):
-        while Path(f"/proc/{pid}/stat").exists() and is_running(pid):
-            await asyncio.sleep(0.02)
+    await until(lambda: not (Path(f"/proc/{pid}/stat").exists() and is_running(pid)), patient(5.0))
 
 
 def is_running(pid: int) -> bool:

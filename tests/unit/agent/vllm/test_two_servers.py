@@ -23,7 +23,7 @@ from kvferry.agent.vllm.startup import start_connector_scheduler
 from kvferry.proxy.wire.registration import Role
 from kvferry.transfer.engine import usable
 from kvferry.transfer.layout import split_heads
-from tests.helpers.patience import patient
+from tests.helpers.waiting import patient, wait_until
 from tests.standins.vllm_scheduler import Status, VllmRequest, VllmScheduler, prompt
 from tests.standins.vllm_specs import (
     FullAttentionSpec,
@@ -140,11 +140,7 @@ class Server:
 
     def until(self, condition: Callable[[], bool]) -> None:
         """Step until it holds."""
-        deadline = time.monotonic() + patient(10.0)
-        while not condition():
-            assert time.monotonic() < deadline
-            self.vllm.step()
-            time.sleep(0.001)
+        wait_until(condition, step=self.vllm.step)
 
     def kv(self, blocks: list[int]) -> torch.Tensor:
         """The KV of some blocks over all ranks, [block, layer, head, token, content]."""

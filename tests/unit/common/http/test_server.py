@@ -26,6 +26,7 @@ from kvferry.common.http.server import (
     HttpServer,
     ServerBounds,
 )
+from tests.helpers.waiting import until
 
 WAIT_S = 20.0
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -94,12 +95,6 @@ async def served(
                 gate.set()
             app.server.should_exit = app.server.force_exit = True
             await serving
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 async def rest(reader: asyncio.StreamReader) -> bytes:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.proxy.api.auth import Access, ApiKeys, BadKeyFile
+from tests.helpers.commands import PROXY
 from tests.unit.proxy.conftest import Stage, StartStage
 
 BODY = {"model": "stand-in", "prompt": "a b c", "max_tokens": 3}
@@ -122,7 +123,7 @@ def test_a_proxy_does_not_start_without_the_configured_keys(tmp_path: Path, flag
     path = tmp_path / "keys"
     path.touch()
     done = subprocess.run(
-        [sys.executable, "-m", "kvferry.proxy", "--port", "0", "--discovery-port", "0", flag, str(path)],
+        [sys.executable, *PROXY, flag, str(path)],
         capture_output=True, text=True, timeout=30,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (1, "")

@@ -24,6 +24,7 @@ from kvferry.proxy.fleet.registry import Registry
 from kvferry.proxy.server import running_proxy
 from kvferry.proxy.telemetry.timelines import MAX_TEXT_CHARS
 from kvferry.proxy.wire.registration import Incarnation, LinkUse, WorkReport
+from tests.helpers.waiting import until
 from tests.standins.agents import Fault, Leg, StandInAgent
 from tests.unit.proxy.conftest import Stage, StartStage
 
@@ -165,9 +166,7 @@ async def test_the_feed_of_one_model(stage: Stage) -> None:
     assert max(shown["two"]["charts"]["events"]) > 0
     assert any(shown["one"]["charts"]["itl_p99"])
     assert (requests["of nobody"], shown["of nobody"]["nodes"]) == (0, [])
-    async with asyncio.timeout(20):
-        while stage.proxy.services.dashboard.num_viewers:
-            await asyncio.sleep(0.01)
+    await until(lambda: not stage.proxy.services.dashboard.num_viewers, 20)
     assert not stage.proxy.services.dashboard._latest, "nothing is kept for nobody"
 
 
@@ -328,9 +327,7 @@ async def test_viewers_are_limited_and_a_disconnect_frees_a_slot(
             assert second.status == 503
             assert (await second.json())["error"]["code"] == "too_many_viewers"
         first.close()
-    async with asyncio.timeout(20):
-        while stage.proxy.services.dashboard.is_full:
-            await asyncio.sleep(0.01)
+    await until(lambda: not stage.proxy.services.dashboard.is_full, 20)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere only --client-stall-s holds")

@@ -12,6 +12,7 @@ import pytest
 
 from kvferry.proxy import sse
 from kvferry.proxy.api.response_writer import ResponseWriter
+from tests.helpers.waiting import until
 from tests.standins.agents import Fault
 from tests.unit.proxy.conftest import Stage, StartStage
 
@@ -30,9 +31,7 @@ async def ask(stage: Stage, body: dict[str, object]) -> tuple[asyncio.StreamRead
 async def until_counted(stage: Stage, status: str) -> None:
     """Wait until a request has ended with `status`."""
     line = f'kvferry_proxy_requests_total{{endpoint="completions",status="{status}"}}'
-    async with asyncio.timeout(10):
-        while not stage.metric(line):
-            await asyncio.sleep(0.01)
+    await until(lambda: stage.metric(line), 10)
 
 
 @pytest.mark.parametrize(("last", "status"), [(b"data: {", "499"), (sse.DONE.rstrip(), "200")])

@@ -15,6 +15,7 @@ from kvferry.proxy.api.token_reservation import TOKENS_PER_S, RequestEnd, TokenR
 from kvferry.proxy.errors import RateLimited
 from kvferry.proxy.request import ReportedUsage, parse_request
 from kvferry.proxy.wire.registration import Role
+from tests.helpers.waiting import until
 from tests.standins.agents import STOP_AT_ONCE, Fault, StandInAgent
 from tests.standins.engines import SERVERS, Fabric
 from tests.unit.proxy.conftest import Stage, StartStage
@@ -145,9 +146,7 @@ async def leave(
 ) -> None:
     """Send a request that is admitted, and leave when an agent has worked on its answer for a while."""
     task = asyncio.ensure_future(status(stage, body, path, key))
-    async with asyncio.timeout(10):
-        while not (agent.running or task.done()):
-            await asyncio.sleep(0.005)
+    await until(lambda: agent.running or task.done(), 10)
     await asyncio.sleep(0.05)
     task.cancel()
     await asyncio.wait([task])

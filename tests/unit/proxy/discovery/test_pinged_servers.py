@@ -15,6 +15,7 @@ import zmq.asyncio
 from kvferry.common.engine_servers import probe as health_probe
 from kvferry.common.engine_servers.probe import ProbeResult, ServerLoad
 from kvferry.proxy.discovery.pinged_servers import PINGED_INTERVAL_S, PingedServers
+from tests.helpers.waiting import until
 from tests.standins.engines import SERVERS, AtomServer, Fabric, StandInServer
 from tests.unit.proxy.builders import registration
 from tests.unit.proxy.conftest import Stage, StartStage
@@ -101,9 +102,7 @@ async def test_a_server_that_answers_nothing_is_never_ready(
             while not (nodes := (await nodes_of(stage))):
                 await asyncio.sleep(0.02)
         assert [node["state"] for node in nodes] == ["starting"]
-        async with asyncio.timeout(10):
-            while f"{server.address} pings, but is down: cannot connect" not in caplog.text:
-                await asyncio.sleep(0.02)
+        await until(lambda: f"{server.address} pings, but is down: cannot connect" in caplog.text, 10)
         assert [each.levelname for each in caplog.records if "but is down" in each.getMessage()] == [
             "WARNING"
         ]
@@ -142,9 +141,7 @@ async def test_an_address_outside_the_rules_is_not_even_asked(start_stage: Start
     async with AtomServer(role="prefill", fabric=Fabric()) as server:
         pinging = asyncio.get_running_loop().create_task(ping(stage, [atom_ping(server)]))
         try:
-            async with asyncio.timeout(10):
-                while not stage.metric('kvferry_proxy_rejected_pings_total{reason="address"}'):
-                    await asyncio.sleep(0.02)
+            await until(lambda: stage.metric('kvferry_proxy_rejected_pings_total{reason="address"}'), 10)
         finally:
             pinging.cancel()
             await asyncio.wait([pinging])

@@ -20,6 +20,7 @@ from kvferry.common.engine_servers import monitor
 from kvferry.common.telemetry import recurring_warnings
 from kvferry.deploy import keygen
 from tests.helpers.servers import free_port
+from tests.helpers.waiting import until
 from tests.standins.agents import StandInAgent
 from tests.unit.proxy.builders import registration
 from tests.unit.proxy.conftest import Stage, StartStage
@@ -35,12 +36,6 @@ def warnings_of(caplog: pytest.LogCaptureFixture, *words: str) -> list[str]:
         if record.levelno == logging.WARNING and not record.name.startswith("kvferry.agent")
         if all(word in record.getMessage() for word in words)
     ]
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():
-            await asyncio.sleep(0.02)
 
 
 def keys(tmp_path: Path) -> dict[str, ClusterKey]:

@@ -21,7 +21,7 @@ from kvferry.proxy import sse
 from kvferry.proxy.dialects.sent_tokens import MAX_LINES_BYTES
 from kvferry.proxy.errors import MAX_AGENT_MESSAGE_CHARS
 from kvferry.proxy.http.upstream_connection import MAX_HEAD_BYTES
-from tests.helpers.patience import patient
+from tests.helpers.waiting import patient, until
 from tests.standins.agents import StandInAgent
 from tests.standins.raw_server import EVENT, STREAM_HEAD, Flood, RawServer, chunk, stream, whole
 from tests.unit.proxy.conftest import Stage
@@ -250,6 +250,4 @@ async def test_nothing_stays_of_what_was_refused(stage: Stage, serve: Serve, kin
             async with stage.post({**BODY, "stream": is_stream}) as response:
                 assert '"server_error"' in await response.text()
         # The thread that read it may still be returning.
-        async with asyncio.timeout(patient(5.0)):
-            while tracemalloc.get_traced_memory()[0] >= LARGE // 2:
-                await asyncio.sleep(0.01)
+        await until(lambda: tracemalloc.get_traced_memory()[0] < LARGE // 2, patient(5.0))

@@ -22,6 +22,7 @@ from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.dialects.native import drop_request
 from kvferry.proxy.ids import TransferId
 from kvferry.proxy.server import running_proxy
+from tests.helpers.waiting import until
 from tests.standins.agents import STOP_AT_ONCE, UNEVEN, Fault, StandInAgent
 from tests.unit.proxy.conftest import Stage, StartStage, Streamed
 
@@ -703,13 +704,6 @@ async def test_prompts_are_logged_when_that_is_asked_for(
     text, chat = [json.loads(record.getMessage().removeprefix("request ")) for record in caplog.records]
     assert text["prompt"].startswith('"no secret no secret') and len(text["prompt"]) == 4096
     assert chat["prompt"] == '[{"role": "user", "content": "hi"}]'
-
-
-async def until(claim: Callable[[], object], timeout_s: float = 5.0) -> None:
-    """Wait for something in the proxy, which tells nobody when it changes."""
-    async with asyncio.timeout(timeout_s):
-        while not claim():
-            await asyncio.sleep(0.005)
 
 
 def logged(caplog: pytest.LogCaptureFixture) -> Mapping[str, object]:

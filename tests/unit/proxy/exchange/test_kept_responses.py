@@ -15,6 +15,7 @@ from kvferry.proxy.exchange.sub_requests import KeptResponses, SubResponse, whol
 from kvferry.proxy.http.response_bounds import ResponseBounds
 from kvferry.proxy.ids import AnswerId, Identity, RequestId, TransferId
 from kvferry.proxy.request import parse_request
+from tests.helpers.waiting import until
 from tests.standins.agents import Fault, StandInAgent
 from tests.standins.engines import SERVERS, Fabric
 from tests.unit.proxy.conftest import Stage
@@ -66,9 +67,9 @@ async def test_they_are_counted_until_they_are_one(
         decode.asked.clear()
         decode.faults.append(Fault("decode", "hang"))
         asking = asyncio.ensure_future(stage.ask(BODY))
-        async with asyncio.timeout(SOON_S):
-            while len(decode.asked) < PARTS or sum(bounds.held.values()) < (PARTS - 1) * 100:
-                await asyncio.sleep(0.01)
+        await until(
+            lambda: not (len(decode.asked) < PARTS or sum(bounds.held.values()) < (PARTS - 1) * 100), SOON_S
+        )
         assert len(bounds.held) == 1
         if client_leaves:
             asking.cancel()
@@ -80,9 +81,7 @@ async def test_they_are_counted_until_they_are_one(
             assert (status, body["error"]["code"]) == (503, "too_many_responses")
             bounds.release(trickle)
             bounds._room += room
-        async with asyncio.timeout(SOON_S):
-            while bounds.held:
-                await asyncio.sleep(0.01)
+        await until(lambda: not bounds.held, SOON_S)
         assert bounds._room == unused
 
 

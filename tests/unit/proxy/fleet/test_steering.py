@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.waiting import until
 from tests.standins.agents import Fault, StandInAgent
 from tests.unit.proxy.conftest import Stage, StartStage
 
@@ -37,9 +38,7 @@ def start_stream(stage: Stage, body: dict[str, Any]) -> asyncio.Task[Any]:
 
 
 async def until_waiting(stage: Stage, count: int) -> None:
-    async with asyncio.timeout(20):
-        while stage.proxy.fleet.admission.waiting != count:
-            await asyncio.sleep(0.005)
+    await until(lambda: stage.proxy.fleet.admission.waiting == count, 20)
 
 
 async def test_slow_agents_mean_429_and_not_a_first_token_that_comes_ever_later(

@@ -18,6 +18,7 @@ from kvferry.proxy.exchange.attempt import Attempt
 from kvferry.proxy.http.client_connection import ClientResponse
 from kvferry.proxy.request import ClientRequest
 from kvferry.proxy.telemetry.request_log import RequestLog
+from tests.helpers.waiting import until
 from tests.standins.agents import Fault
 from tests.unit.proxy.conftest import Stage, StartStage
 
@@ -274,8 +275,6 @@ async def test_a_request_leaves_nothing_to_the_garbage_collector(stage: Stage) -
             for _ in range(3):
                 client.send(ASK)
                 assert (await client.answer())[0] == 200
-            async with asyncio.timeout(WAIT_S):
-                while left():
-                    await asyncio.sleep(0.01)
+            await until(lambda: not left(), WAIT_S)
         finally:
             gc.enable()

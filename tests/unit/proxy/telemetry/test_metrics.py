@@ -11,6 +11,7 @@ import pytest
 
 from kvferry.agent.api.metrics import AgentMetrics
 from kvferry.proxy.telemetry.metrics import Metrics
+from tests.helpers.waiting import until
 from tests.standins.agents import Fault
 from tests.unit.proxy.conftest import Stage, StartStage
 
@@ -98,9 +99,7 @@ async def test_a_stream_that_its_client_leaves_counts_its_prompt_and_what_was_se
         received = 0
         while received < 4:
             received += (await response.content.readuntil(b"\n\n")).count(b"data: ")
-    async with asyncio.timeout(10):
-        while not stage.metric('kvferry_proxy_requests_total{status="499"}'):
-            await asyncio.sleep(0.01)
+    await until(lambda: stage.metric('kvferry_proxy_requests_total{status="499"}'), 10)
     await decode.until(lambda: not decode.running)
     assert counted_tokens(stage)[0] == 2 * prompt
     assert 4 <= counted_tokens(stage)[1] - generated < 100
@@ -123,13 +122,9 @@ async def test_phases_queue_and_requests_in_flight_say_the_model(start_stage: St
     agent = await stage.agent("both", max_running=1, interval_s=0.05)
     of_model = f'model_name="{MODEL}"'
     first = asyncio.ensure_future(answered(stage, "completions", stream=True, max_tokens=1000))
-    async with asyncio.timeout(10):
-        while not stage.metric(f'kvferry_proxy_requests_in_flight{{phase="decode",{of_model}}}'):
-            await asyncio.sleep(0.01)
+    await until(lambda: stage.metric(f'kvferry_proxy_requests_in_flight{{phase="decode",{of_model}}}'), 10)
     second = asyncio.ensure_future(stage.ask({"model": MODEL, **APIS["completions"]}))
-    async with asyncio.timeout(10):
-        while not stage.metric(f"kvferry_proxy_num_requests_waiting{{{of_model}}}"):
-            await asyncio.sleep(0.01)
+    await until(lambda: stage.metric(f"kvferry_proxy_num_requests_waiting{{{of_model}}}"), 10)
     assert stage.metric(f'kvferry_proxy_requests_in_flight{{phase="route",{of_model}}}') == 1
     first.cancel()
     assert (await second)[0] == 200

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +31,7 @@ from kvferry.proxy.workers import worker as worker_module
 from kvferry.proxy.workers.messages import Collect, Listening, ProcessChannel, Start, ToSupervisor, ToWorker
 from kvferry.proxy.workers.supervisor import MAX_MISSED, Supervisor, WorkerSession
 from kvferry.proxy.workers.worker import SupervisorUnavailable, Worker
+from tests.helpers.waiting import until
 from tests.unit.proxy.builders import load, registration
 from tests.unit.proxy.exposition import sample
 
@@ -122,12 +123,6 @@ async def office() -> AsyncIterator[Office]:
     supervisor = Supervisor(ProxyConfig(), 1, registry, metrics, list, clock)
     async with AsyncExitStack() as stack:
         yield Office(supervisor, registry, metrics, stack)
-
-
-async def until(claim: Callable[[], bool]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not claim():
-            await asyncio.sleep(0.005)
 
 
 async def nodes(process: Process) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import signal
 import socket
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from kvferry.proxy.fleet.scaling import ARRIVALS_S, LEAST_AGE_S
 from kvferry.proxy.wire.registration import Capacity
 from kvferry.proxy.workers.messages import HEARTBEAT_INTERVAL_S
 from kvferry.proxy.workers.supervisor import MAX_MISSED, WorkersFailed, reserved_port, running_workers
+from tests.helpers.waiting import until
 from tests.standins.agents import StandInAgent
 from tests.unit.proxy.exposition import sample
 from tests.unit.proxy.test_process import process
@@ -117,12 +118,6 @@ def runs(process: psutil.Process) -> bool:
     with suppress(psutil.NoSuchProcess):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
-
-
-async def until(claim: Callable[[], bool]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not claim():
-            await asyncio.sleep(0.02)
 
 
 def served_by(log: str) -> set[str]:

@@ -11,6 +11,7 @@ import zmq
 
 from kvferry.transfer.control import messages as wire
 from kvferry.transfer.control.endpoints import Caller, ControlClient, ControlServer
+from tests.helpers.waiting import until
 
 HEAD = {"seq": 1, "incarnation": "i"}
 
@@ -92,9 +93,7 @@ async def test_garbage_is_counted_and_the_listener_goes_on(server: Server, conne
         with socket.create_connection(("127.0.0.1", server.port)) as raw:
             raw.sendall(junk)
     assert await send(connect(server.port)) is not None
-    async with asyncio.timeout(20.0):
-        while server.server.bad_frames < 6:
-            await asyncio.sleep(0.01)
+    await until(lambda: server.server.bad_frames >= 6, 20.0)
     assert server.server.bad_frames == 6
 
 

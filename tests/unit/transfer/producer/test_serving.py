@@ -12,7 +12,8 @@ from kvferry.transfer.ids import new_transfer_id
 from kvferry.transfer.plane import one_group
 from kvferry.transfer.ranks.messages import Command, Read, Serve
 from kvferry.transfer.ranks.reads import RankReader
-from tests.unit.transfer.rig import Agent, until
+from tests.helpers.waiting import until
+from tests.unit.transfer.rig import Agent
 from tests.unit.transfer.test_plane import BACKENDS, OURS, THEIRS, TOKENS, needs_nixl
 
 AWAITED = Serve(on=True, awaited=True)

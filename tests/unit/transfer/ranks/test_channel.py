@@ -24,7 +24,7 @@ from kvferry.transfer.ranks.channel import (
     dial,
     packed,
 )
-from tests.unit.transfer.rig import until
+from tests.helpers.waiting import until
 
 WAIT_S = 10.0
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import select
-import time
 from collections.abc import Callable, Iterator
 
 import msgspec
@@ -19,6 +18,7 @@ from kvferry.transfer.backends.cuda_ipc.launches import LAUNCH_BYTES
 from kvferry.transfer.backends.cuda_ipc.peer import CudaIpcAddress
 from kvferry.transfer.backends.cuda_ipc.settings import CudaIpcSettings
 from kvferry.transfer.engine import BackendUnavailable, EngineOptions, Peer, PeerUnreachable, Status, Transfer
+from tests.helpers.waiting import wait_until
 from tests.standins.cuda_device import HostDevice
 
 POOL_BYTES = 1 << 20
@@ -64,12 +64,7 @@ class Rig:
         return self.reader.engine.read(peer, spans, timeout_s)
 
     def until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 20.0
-        while not condition():
-            assert time.monotonic() < deadline
-            for engine in self.running:
-                engine.progress()
-            time.sleep(0.0005)
+        wait_until(condition, step=lambda: [engine.progress() for engine in self.running])
 
     def kill_producer(self) -> None:
         """What a reader sees of it: the connection ends. The memory stays as long as it is mapped."""

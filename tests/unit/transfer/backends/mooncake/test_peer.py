@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-import time
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -23,6 +22,7 @@ from kvferry.transfer.backends.mooncake.library import (
 )
 from kvferry.transfer.backends.mooncake.peer import PIECE_BYTES, WINDOW, cut
 from kvferry.transfer.engine import BackendUnavailable, EngineOptions, Peer, PeerUnreachable, Status
+from tests.helpers.waiting import wait_until
 
 OPTIONS = EngineOptions(name="test", bind_host="127.0.0.1", advertise_host="127.0.0.1")
 PROOF = bytes(range(CANARY_BYTES))
@@ -112,10 +112,7 @@ class Rig:
         return peer, library
 
     def until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 10.0
-        while not condition():
-            assert time.monotonic() < deadline
-            self.engine.progress()
+        wait_until(condition, step=self.engine.progress)
 
 
 @pytest.fixture

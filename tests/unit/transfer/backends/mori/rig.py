@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -18,6 +17,7 @@ from kvferry.transfer.backends.mori.library import MoriLibrary
 from kvferry.transfer.backends.mori.settings import MoriSettings
 from kvferry.transfer.backends.mori.transfer import MoriTransfer
 from kvferry.transfer.engine import EngineOptions, Peer, Status
+from tests.helpers.waiting import wait_until
 from tests.standins import mori_io
 
 BLOCK = 1024
@@ -65,12 +65,7 @@ class Pair:
         self.wait(lambda: transfer.quiescent)
 
     def wait(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while not condition():
-            assert time.monotonic() < deadline, "nothing happens any more"
-            for engine in self.engines:
-                engine.progress()
-            time.sleep(0.0005)
+        wait_until(condition, DEADLINE_S, step=lambda: [engine.progress() for engine in self.engines])
 
     def close(self, *engines: MoriEngine) -> None:
         for engine in engines:

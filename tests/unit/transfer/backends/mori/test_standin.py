@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers.patience import patient
+from tests.helpers.waiting import patient
 from tests.standins import mori_io
 from tests.unit.transfer.backends.mori.rig import fault
 

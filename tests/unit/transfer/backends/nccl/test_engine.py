@@ -24,6 +24,7 @@ from kvferry.transfer.backends.nccl.pair import PairThread, Rendezvous, reader_e
 from kvferry.transfer.backends.nccl.staging import staging
 from kvferry.transfer.backends.nccl.wire import HEAD_BYTES, PART_BYTES, NcclAddress, pack_head
 from kvferry.transfer.engine import BackendUnavailable, EngineOptions, Peer, PeerUnreachable, Status
+from tests.helpers.waiting import wait_until
 
 POOL_BYTES = 1 << 20
 OPTIONS = EngineOptions(name="test", bind_host="127.0.0.1", advertise_host="127.0.0.1")
@@ -56,12 +57,8 @@ class Rig:
         return peer
 
     def until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 20.0
-        while not condition():
-            assert time.monotonic() < deadline
-            self.reader.engine.progress()
-            self.server.engine.progress()
-            time.sleep(0.001)
+        engines = self.reader.engine, self.server.engine
+        wait_until(condition, step=lambda: [engine.progress() for engine in engines])
 
     def close(self) -> None:
         self.reader.engine.close()
