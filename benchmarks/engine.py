@@ -193,7 +193,7 @@ async def ping(
             load = wire.Load(running=0, waiting=0, kv_blocks_free=64, kv_blocks_total=64, kv_blocks_leased=0)
             message = wire.Register(
                 role=role,
-                incarnation=incarnation,
+                incarnation=wire.Incarnation(incarnation),
                 index=index,
                 address=address,
                 control="tcp://127.0.0.1:9",
@@ -230,8 +230,9 @@ async def main(role: wire.Role, proxy: str | None, dialect: str, interval_s: flo
     print(json.dumps({"listening": {"url": next(iter(engines)), "urls": list(engines)}}), flush=True)
     with zmq.asyncio.Context() as context:
         async with asyncio.TaskGroup() as tasks:
-            for url, incarnation in engines.items() if proxy is not None else ():
-                tasks.create_task(ping(context, proxy, dialect, role, url, incarnation))
+            if proxy is not None:
+                for url, incarnation in engines.items():
+                    tasks.create_task(ping(context, proxy, dialect, role, url, incarnation))
             await asyncio.Event().wait()
 
 

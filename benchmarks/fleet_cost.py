@@ -32,7 +32,7 @@ from kvferry.proxy.telemetry.history import FailureLog, History
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.telemetry.timelines import Timelines
 from kvferry.proxy.telemetry.transfer_totals import TransferTotals
-from kvferry.proxy.wire.registration import Load, Register
+from kvferry.proxy.wire.registration import Incarnation, Load, Register
 
 SIZES = (2, 32, 128, 512, 1000)
 LEAST_S = 0.3
@@ -56,7 +56,7 @@ def agent(number: int, running: int = 0, *, fits: bool = True) -> Register:
     host = f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}"
     return Register(
         role="decode" if number % 2 else "prefill",
-        incarnation=f"{number:016x}",
+        incarnation=Incarnation(f"{number:016x}"),
         index=1,
         address=f"http://{host}:8000",
         control=f"tcp://{host}:9000",

@@ -51,8 +51,8 @@ async def converse(transfer: str, proxy_args: tuple[str, ...]) -> list[Turn]:
 
 def lines(runs: dict[str, list[Turn]]) -> Iterator[str]:
     """The table in Markdown, one row for each turn of each run."""
-    heads = ("run", "turn", "prompt", "computed", "cached", "prefix pulled", "its KiB")
-    heads += ("decode: cached", "pulled", "its KiB")
+    heads = ["run", "turn", "prompt", "computed", "cached", "prefix pulled", "its KiB"]
+    heads += ["decode: cached", "pulled", "its KiB"]
     yield "| " + " | ".join(heads) + " |"
     yield "|---" * len(heads) + "|"
     for run, turns in runs.items():

@@ -182,7 +182,7 @@ async def router(name: str, count: int = 1) -> AsyncIterator[Child]:
         elif name == PLAIN:
             yield await stack.enter_async_context(child("benchmarks.plain_relay", *(await engines())[0]))
         elif name.startswith("kvferry"):
-            named = ()
+            named: tuple[str, ...] = ()
             dialect = name.removesuffix(PAIR).partition(" ")[2] if name.endswith(PAIR) else "native"
             if dialect not in ANNOUNCED:
                 prefills, decodes = await engines()

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -51,8 +52,8 @@ def run_rank(rank: int, folder: Path, count: int) -> dict[int, tuple[Cost, Cost]
         for rows in ROWS:
             part = torch.randn(rows, WIDTH)
             parts = [torch.empty_like(part) for _ in range(RANKS)]
-            gloo = time_calls(lambda parts=parts, part=part: dist.all_gather(parts, part), count)
-            costs[rows] = gloo, time_calls(lambda part=part: exchange.gather(part), count)
+            gloo = time_calls(partial(dist.all_gather, parts, part), count)
+            costs[rows] = gloo, time_calls(partial(exchange.gather, part), count)
     dist.destroy_process_group()
     return costs
 

@@ -50,7 +50,7 @@ async def bytes_per_stream(count: int, roles: tuple[str, ...]) -> float:
         await asyncio.sleep(4 * EVENT_INTERVAL_S)
         grown = process.memory_info().rss - before
         assert all(client.is_open for client in warm + clients), "a stream ended early"
-        return grown / count
+        return float(grown) / count
 
 
 async def main(count: int) -> int:

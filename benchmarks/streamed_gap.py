@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvferry.agent.config import BUNDLED_MODELS
-from kvferry.deploy.launcher import AgentSpec, Cluster, ClusterSpec
+from kvferry.deploy.launcher import AgentSpec, Cluster, ClusterSpec, RunLog
 from tests.helpers.gpu import count_gpus, gpu_names
 
 TARGET = 0.25
@@ -126,7 +126,8 @@ async def measure(cluster: Cluster, setup: Setup, number: int, *, streamed: bool
         "return_token_ids": True,
         "kvferry_timing": True,
     }
-    times, timing = [], {}
+    times: list[float] = []
+    timing: dict[str, Any] = {}
     limit = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
     async with (
         aiohttp.ClientSession(timeout=limit) as http,
@@ -155,13 +156,13 @@ async def measure(cluster: Cluster, setup: Setup, number: int, *, streamed: bool
     )
 
 
-async def logged(log: Path, request_id: str) -> dict[str, Any]:
+async def logged(log: RunLog, request_id: str) -> dict[str, Any]:
     """The line that an agent logs about a request once it is over."""
     async with asyncio.timeout(LOG_TIMEOUT_S):
         while True:
-            for line in log.read_text().splitlines():
+            for line in log.tail(1000).splitlines():
                 if f'"request_id":"{request_id}"' in line:
-                    return json.loads(line[line.index("{") :])  # type: ignore[no-any-return]
+                    return json.loads(line[line.index("{") :])
             await asyncio.sleep(0.05)
 
 
@@ -203,7 +204,7 @@ async def run(
 
     kept = []
     async with asyncio.timeout(deadline_s), Cluster(cluster_spec(setup, transfer, directory)) as cluster:
-        await cluster.wait_ready(deadline_s, say)
+        await cluster.wait_ready(deadline_s)
         for number in range(2 * (setup.requests + 1)):
             measured = await measure(cluster, setup, number, streamed=bool(number % 2))
             way = "streamed" if measured.streamed else "plain"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any
 
 import torch
 
@@ -44,7 +45,7 @@ def sum_ms() -> float:
 
 async def pull_ms(transfer: str) -> tuple[float, float]:
     """The fastest pull, from its first read to the proof, and how much of that was verification."""
-    options = {"transfer": transfer, "geometry": GEOMETRY, "verify_kv": True, "lease_s": 10.0}
+    options: dict[str, Any] = {"transfer": transfer, "geometry": GEOMETRY, "verify_kv": True, "lease_s": 10.0}
     async with Agent(seed=1, **options) as prefill, Agent(seed=2, **options) as decode:
         rounds = []
         tokens = len(BLOCKS) * GEOMETRY.block_size

@@ -17,7 +17,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from benchmarks.pd.fleet import TIMELINE_VARIABLE
-from kvferry.agent.vllm.connector import KvferryConnector, StepMetadata
+from kvferry.agent.vllm.connector import KvferryConnector, KvferryConnectorMetadata
 from kvferry.agent.vllm.plane_thread import Event
 from kvferry.transfer.events import PullDone
 
@@ -65,7 +65,7 @@ class TimedConnector(KvferryConnector):
             if request_id in self._transfer_of:
                 self._marks[self._transfer_of[request_id]]["told"] = time.monotonic()
 
-    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
+    def build_connector_meta(self, scheduler_output: Any) -> KvferryConnectorMetadata:
         meta = super().build_connector_meta(scheduler_output)
         for request_id in scheduler_output.num_scheduled_tokens:
             transfer_id = self._transfer_of.pop(request_id, None)

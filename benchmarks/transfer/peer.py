@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import select
 import sys
+from typing import Any
 
 from benchmarks.transfer.pools import random_pool
 from kvferry.transfer.engine import EngineOptions, open_engine
@@ -26,7 +27,7 @@ def main(backend: str, device: str, pool_bytes: str, seed: str, secret: str) -> 
     [region] = engine.register([pool])
     print(json.dumps({"engine": engine.describe().hex(), "region": region.describe().hex()}), flush=True)
     descriptor = engine.fileno()
-    waits: list[object] = [sys.stdin] if descriptor is None else [sys.stdin, descriptor]
+    waits: list[Any] = [sys.stdin] if descriptor is None else [sys.stdin, descriptor]
     while sys.stdin not in select.select(waits, [], [], 0.001 if descriptor is None else 0.05)[0]:
         engine.progress()
     engine.close()

@@ -14,8 +14,6 @@ import time
 from types import TracebackType
 from typing import Self
 
-import numpy as np
-
 from benchmarks.transfer.reader import ROOT
 from kvferry.transfer.layout import SpanTable
 
@@ -27,7 +25,7 @@ class RawSocket:
     """Receives blocks straight into their places, in a plain loop. Use as a context manager."""
 
     def __init__(self, pool_bytes: int) -> None:
-        self._pool = memoryview(np.zeros(pool_bytes, dtype=np.uint8))
+        self._pool = memoryview(bytearray(pool_bytes))
         with socket.create_server(("127.0.0.1", 0)) as listener:
             command = [sys.executable, "-m", "benchmarks.transfer.raw_socket"]
             port = listener.getsockname()[1]
@@ -61,7 +59,7 @@ class RawSocket:
 
 
 def main(port: str, pool_bytes: str) -> None:
-    pool = memoryview(np.ones(int(pool_bytes), dtype=np.uint8))
+    pool = memoryview(b"\1" * int(pool_bytes))
     with socket.create_connection(("127.0.0.1", int(port)), timeout=20.0) as connection:
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

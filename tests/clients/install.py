@@ -23,7 +23,7 @@ INSTALL_TIMEOUT_S = 1800.0
 SHOWN_CHARS = 2000
 DONE = ".installed"
 WITH_TORCH = ("guidellm",)
-VLLM = ROOT / ".venv-vllm"
+VLLM, VLLM_VERSION = ROOT / ".venv-vllm", "0.32.0"
 """vLLM's environment is that of `make test-vllm`: its wheel does not go with every build of what it names."""
 
 
@@ -48,7 +48,7 @@ def main(directory: Path, names: list[str]) -> int:
 def _install(client: Client, environment: Path) -> None:
     """Raises `CalledProcessError`, `TimeoutExpired` or `OSError` when pip or apt-get fails."""
     if client.name == "vllm":
-        vllm_install.main(VLLM)
+        vllm_install.main(VLLM, VLLM_VERSION)
         environment.parent.mkdir(parents=True, exist_ok=True)
         environment.symlink_to(VLLM)
         return

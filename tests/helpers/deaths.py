@@ -18,7 +18,7 @@ async def assert_within(death_s: Callable[[], Awaitable[float]], limit_s: float)
 
     A defect that makes processes wait delays every death; other work on the machine delays some.
     """
-    took = []
+    took: list[float] = []
     while len(took) < TRIES and not (took and took[-1] < limit_s):
         took.append(await death_s())
     print("after", *(f"{seconds:.3f} s" for seconds in took))

@@ -8,7 +8,7 @@ import os
 
 import pytest
 
-from kvferry.deploy import doctor
+from kvferry.deploy.doctor import command as doctor
 from kvferry.transfer.rdma_devices import list_rdma_devices
 from tests.helpers.waiting import patient
 

@@ -572,7 +572,7 @@ class _Drawn:
             reason = "stop" if self.stops_at_once else self.finish_reason(index, positions[-1]) or "length"
             text = "".join(self.text(index, position) for position in positions)
             shown = {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
-            choice = {"index": index, **shown, "logprobs": None, "finish_reason": reason}
+            choice: dict[str, Any] = {"index": index, **shown, "logprobs": None, "finish_reason": reason}
             if self._with_ids:
                 choice["token_ids"] = [self.token(index, position) for position in positions]
             choices.append(choice)

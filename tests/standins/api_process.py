@@ -8,7 +8,7 @@ import dataclasses
 import secrets
 from collections.abc import Callable
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 import zmq
@@ -123,7 +123,7 @@ def tokens_of(answer: Answer, choice: int = 0) -> list[int]:
     return [token.token_id for output in outputs for token in output.tokens if token.index == choice]
 
 
-def tiny_config(model: Path, **changes: object) -> AgentConfig:
+def tiny_config(model: Path, **changes: Any) -> AgentConfig:
     """Settings of an engine that is quick to start."""
     base = AgentConfig(
         model=str(model), port=0, control_port=0, kv_blocks=64, prefill_chunk=32, threads=1, transfer="tcp"

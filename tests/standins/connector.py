@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvferry.transfer.events import (
+    LeaseEndCause,
     LeaseEnded,
     LoanRequested,
     PlaneEvent,
@@ -161,7 +162,7 @@ class StandInConnector:
 
     # What the test lets happen.
 
-    def end_lease(self, transfer_id: str, cause: str) -> None:
+    def end_lease(self, transfer_id: str, cause: LeaseEndCause) -> None:
         del self.leases[transfer_id], self.lease_blocks[transfer_id]
         self.ready_leases.discard(transfer_id)
         self.events.append(LeaseEnded(transfer_id=transfer_id, cause=cause))

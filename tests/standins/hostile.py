@@ -130,7 +130,7 @@ def registration(model: str, dialect: str, port: int, index: int, incarnation: s
     fields: dict[str, Any] = dict.fromkeys(("layout", "weights", "tokenizer"), "hostile")
     return wire.Register(
         role="both",
-        incarnation=incarnation,
+        incarnation=wire.Incarnation(incarnation),
         index=index,
         address=f"http://127.0.0.1:{port}",
         control=f"tcp://127.0.0.1:{port}",

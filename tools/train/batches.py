@@ -89,8 +89,9 @@ def addition_batch(generator: torch.Generator, rows: int) -> Batch:
     columns += [(_fill(a, END), chat, False), (_fill(a, ASSISTANT), chat, False)]
     columns += _number_columns(a + b, MOST_DIGITS + 1, answer=True)
     columns.append((_fill(a, END), always, True))
-    tokens, exists = (torch.stack([column[i] for column in columns], dim=1) for i in (0, 1))
-    taught = ~is_held_out(a, b)
+    tokens = torch.stack([column[0] for column in columns], dim=1)
+    exists = torch.stack([column[1] for column in columns], dim=1)
+    taught: Tensor = ~is_held_out(a, b)
     answer = torch.stack([taught if column[2] else ~always for column in columns], dim=1)
     return pack(Cells(tokens, exists, answer), ADDITION_WIDTH)
 

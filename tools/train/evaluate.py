@@ -69,7 +69,7 @@ def answer_margin(
     rightful = torch.tensor(answer)[:, None]
     right = logits.gather(1, rightful).squeeze(1)
     best_other = logits.scatter(1, rightful, float("-inf")).amax(dim=1)
-    return (right - best_other).min().item()
+    return float((right - best_other).min())
 
 
 def report(scores: dict[str, Score]) -> Iterator[str]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from tools.train.vocabulary import KEYS
 
@@ -47,10 +47,10 @@ class HeldOutPrompt:
     asked_pair_token: int | None
 
 
-def is_held_out(a: int, b: int) -> bool:
+def is_held_out(a: Any, b: Any) -> Any:
     """Whether `a+b` is kept from training: about one addition in fifty, spread over all sizes.
 
-    Also works element by element on integer tensors.
+    Both are integers, or both are integer tensors, which are taken element by element.
     """
     return (a * 7 + b * 11) % 50 == 3
 

@@ -72,9 +72,9 @@ def injected(spec: str | None) -> Iterator[None]:
     faults = ControlFaults(parse_control_fault(spec))
 
     class FaultySocket(zmq.Socket[bytes]):
-        def send_multipart(self, frames: Any, *args: Any, **settings: Any) -> None:
-            for _ in range(faults.copies(frames[-1])):
-                super().send_multipart(frames, *args, **settings)
+        def send_multipart(self, msg_parts: Any, *args: Any, **settings: Any) -> Any:
+            for _ in range(faults.copies(msg_parts[-1])):
+                super().send_multipart(msg_parts, *args, **settings)
 
     class FaultyContext(zmq.Context[FaultySocket]):
         _socket_class = FaultySocket

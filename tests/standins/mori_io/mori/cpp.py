@@ -21,7 +21,7 @@ class BoundEnum:
     __members__: ClassVar[dict[str, Self]]
 
     def __init_subclass__(cls, **values: int) -> None:
-        cls.__members__ = {name: cls(value) for name, value in values.items()}
+        cls.__members__ = {name: cls(value) for name, value in values.items()}  # type: ignore[misc]
         for name, member in cls.__members__.items():
             setattr(cls, name, member)
 
@@ -100,7 +100,7 @@ class RdmaBackendConfig:
     qp_per_transfer: int = 1
     post_batch_size: int = -1
     num_worker_threads: int = -1
-    poll_cq_mode: PollCqMode = PollCqMode.POLLING  # type: ignore[attr-defined]
+    poll_cq_mode: PollCqMode = PollCqMode.POLLING
     enable_notification: bool = True
     notif_per_qp: int = 1024
     enable_transfer_chunking: bool = False

@@ -24,6 +24,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 VARIABLE = "MORI_STANDIN_FAULT"
 
@@ -73,5 +74,7 @@ def _parse(text: str) -> tuple[str, Fault]:
     given = {key: value for key, _, value in pairs}
     if kind not in _KEYS or not given.keys() <= _KEYS[kind]:
         raise ValueError(f"{VARIABLE}: {text!r}")
-    values = {key: float(value) if key == "seconds" else int(value) for key, value in given.items()}
+    values: dict[str, Any] = {
+        key: float(value) if key == "seconds" else int(value) for key, value in given.items()
+    }
     return kind, Fault(**values)
