@@ -16,11 +16,15 @@ COMPILE := $(BIN)/python -m compileall -qq -x '$(NOT_LOADED)'
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-parts coverage test-full test-gpu test-vllm test-clients test-deploy test-deploy-lint test-atom test-rdma test-traces test-versions chaos soak model-check fuzz-api \
+DAILY := env|demo|check|format|test|bench-proxy|site|help-all
+.PHONY: help help-all env demo test test-parts coverage test-full test-gpu test-vllm test-clients test-deploy test-deploy-lint test-atom test-rdma test-traces test-versions chaos soak model-check fuzz-api \
 	fuzz-discovery hammer mutants check format bench-proxy bench-vllm bench-fleet bench-streams bench-streamed bench-transfer bench-pd \
 	dialect-table served-table model-table field-table prefix-table lifecycles reference dashboards cuda-requirements site train clean
 
-help: ## list the targets
+help: ## list these targets
+	@awk -F ':.*## ' '/^($(DAILY)):.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
+
+help-all: ## list all targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-17s %s\n", $$1, $$2}' Makefile
 
 env: $(STAMP) ## make .venv with pinned dependencies
