@@ -22,10 +22,10 @@ MAX_HEAD_CHARS = 4096
 """Of a call up to its arguments; a longer one is shown when it is whole."""
 _ARGUMENTS = ("arguments", "parameters")
 """The members under which models write arguments, whichever of them their template shows."""
-_MORE_ARGUMENTS = re.compile(r'"(?:arguments|parameters)"\s*:')
 _NULL = Raw(b"null")
 _DESCRIPTIVE = frozenset({"name", "id", "type"})
 """The members of a call that do not say what it is called with."""
+_AROUND_MEMBERS = " \t\r\n,}]"
 MAX_FORCED_CALLS = 16
 """In an answer that must have calls: without a bound, a model could go on with them until its limit."""
 _ANY_TEXT = "/(.|\\n)*/"
@@ -246,7 +246,9 @@ class CallReader:
         if rest.depth:
             return False
         self._rest = None
-        self.has_broken |= _MORE_ARGUMENTS.search(text, self._begin, self.at) is not None
+        members = text[self._begin : self.at].strip(_AROUND_MEMBERS)
+        given = _members(f"{{{members}}}")
+        self.has_broken |= given is None or not given.keys() <= _DESCRIPTIVE
         self._complete()
         return True
 
@@ -314,12 +316,14 @@ def call_piece(text: str) -> CallPiece | None:
 
     A call may have no arguments at all. One that has something under another name is none: it would be lost.
     """
+    members = _members(text)
+    if members is None:
+        return None
+    given = [member for member in _ARGUMENTS if member in members]
+    if len(given) > 1 or members.keys() - _DESCRIPTIVE.union(given):
+        return None
     try:
-        members = msgspec.json.decode(text, type=dict[str, Raw])
         name = msgspec.json.decode(members.get("name", _NULL), type=str)
-        given = [member for member in _ARGUMENTS if member in members]
-        if len(given) > 1 or (not given and members.keys() - _DESCRIPTIVE):
-            return None
         arguments = bytes(members[given[0]]).decode() if given else "{}"
         if arguments.startswith('"'):
             arguments = msgspec.json.decode(arguments, type=str) or "{}"
@@ -332,11 +336,16 @@ def call_piece(text: str) -> CallPiece | None:
 
 def is_json_object(text: str) -> bool:
     """Whether a text is a JSON object, as arguments must be."""
+    return _members(text) is not None
+
+
+def _members(text: str) -> dict[str, Raw] | None:
+    """Return the members of a JSON object that are not null; None if the text is none."""
     try:
-        msgspec.json.decode(text, type=dict[str, Raw])
+        members = msgspec.json.decode(text, type=dict[str, Raw])
     except NOT_JSON:
-        return False
-    return True
+        return None
+    return {name: value for name, value in members.items() if value != _NULL}
 
 
 def _name(spelled: str) -> str:
@@ -350,16 +359,19 @@ def _name(spelled: str) -> str:
 
 
 class ObjectEnd:
-    """Looks for the end of a JSON object through pieces of text, `depth` objects or arrays deep."""
+    """Looks for the end of a JSON object through pieces of text, `depth` objects or arrays deep.
 
-    _MARK = re.compile(r'["{}\[\]]')
+    One that lacks a brace ends before a tag.
+    """
+
+    _MARK = re.compile(r'["{}\[\]<]')
     _STRING = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
     _HALF_STRING = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
         self.is_broken = False
-        """Whether a string has a line break, which none in JSON has."""
+        """Whether it is no JSON: a string has a line break, or there is a tag outside of strings."""
         self._in_string = False
 
     def find(self, text: str, at: int) -> int:
@@ -376,6 +388,9 @@ class ObjectEnd:
             mark = self._MARK.search(text, at)
             if mark is None:
                 return len(text)
+            if mark[0] == "<":
+                self.depth, self.is_broken = 0, True
+                return mark.start()
             at = mark.end()
             if mark[0] == '"':
                 self._in_string = True

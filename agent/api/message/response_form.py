@@ -106,7 +106,7 @@ _CALLS = (
             "repeats": True,
             "content": "xml-inline",
             "content_args": {
-                "tag_pattern": rf"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*{_PARAMETER_END}",
+                "tag_pattern": rf"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?{_PARAMETER_END}",
             },
             "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
         },

@@ -230,6 +230,44 @@ def test_arguments_are_those_that_the_model_gave_or_the_text_is_content(name: st
             assert whole.content == text or whole.calls, text
 
 
+@pytest.mark.parametrize("end", ["", ",", ', "id": "x"', "\n"])
+def test_an_object_without_its_last_brace_swallows_nothing_after_it(end: str) -> None:
+    """Nothing but JSON can be in it, so the mark ends it: text and calls after it were lost."""
+    second = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "x"}}\n</tool_call>'
+    for first, is_whole in (('{"a": "<b>"}', True), ('{"a": 1', False)):
+        text = f'<tool_call>\n{{"name": "now", "arguments": {first}{end}\n</tool_call>\nSo.\n{second}'
+        for pieces in ([text], list(text)):
+            parser, whole = parsed(wanted_for(MODELS["hermes"]), pieces)
+            assert [call.name for call in whole.calls] == ["now", "get_weather"], text
+            assert whole.calls[0].arguments.startswith(first)
+            assert (whole.content, parser.has_whole_calls) == ("So.", is_whole), text
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_what_is_given_beside_the_arguments_is_not_lost(name: str) -> None:
+    """A call that leaves it out has not called; an id, a type and null say nothing that is lost."""
+    for members, is_whole in (
+        ('"arguments": {}, "city": "Oslo"', False),
+        ('"parameters": {"id": 1}, "days": 3', False),
+        ('"arguments": {"id": 1}, "parameters": null', True),
+        ('"arguments": {"id": 1}, "id": "\\"parameters\\":", "type": "function"', True),
+        ('"arguments": null, "parameters": {"id": 1}', True),
+    ):
+        text = AROUND[name].replace("{}", f'{{"name": "now", {members}}}')
+        for pieces in ([text], list(text)):
+            parser, whole = parsed(wanted_for(MODELS[name]), pieces)
+            assert parser.has_whole_calls == is_whole, text
+            assert whole.calls or whole.content == text
+
+
+@pytest.mark.parametrize("value", ["    return x\n        # no more\n", "\n\n", " ", "\ta", "a\n", "\na", ""])
+def test_xml_keeps_the_space_of_a_value(value: str) -> None:
+    """One line break at each side of it is the template's. Edits of code lost their indent."""
+    text = written(MODELS["xml"], {"content": "", "tool_calls": calls_of([{"city": value, "days": 3}])})[1]
+    (call,) = parse(wanted_for(MODELS["xml"]), list(text)).calls
+    assert json.loads(call.arguments) == {"city": value, "days": 3}
+
+
 def test_xml_that_is_not_of_parameters_is_content() -> None:
     wanted = wanted_for(MODELS["xml"])
     for body in ('{"city": "Oslo"}', "<parameter=city>\nOslo\n</parameter>\nand 3 days", "city=Oslo"):
