@@ -22,7 +22,8 @@ MAX_SCHEMA_DEPTH = 64
 _ANY_ARGUMENTS = {"type": "object"}
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
-ToolName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+ToolName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+"""As long as Anthropic's; OpenAI's have half of that."""
 Description = Annotated[str, Meta(max_length=MAX_DESCRIPTION_CHARS)]
 
 

@@ -42,7 +42,7 @@ _ERROR_TYPES = {
 class _Text(chat.StrictStruct, tag_field="type", tag="text"):
     text: str
     cache_control: Raw = field(default_factory=Raw)
-    citations: None = None
+    citations: Raw = field(default_factory=Raw)
 
 
 class _ToolUse(chat.StrictStruct, tag_field="type", tag="tool_use"):
@@ -50,18 +50,21 @@ class _ToolUse(chat.StrictStruct, tag_field="type", tag="tool_use"):
     name: str
     input: Raw
     cache_control: Raw = field(default_factory=Raw)
+    caller: Raw = field(default_factory=Raw)
+    toolset_name: Raw = field(default_factory=Raw)
 
 
 class _ToolResult(chat.StrictStruct, tag_field="type", tag="tool_result"):
     tool_use_id: str
-    content: str | list[_Text] = ""
-    is_error: bool = False
+    content: str | list[_Text] | None = None
+    is_error: bool | None = None
     cache_control: Raw = field(default_factory=Raw)
+    toolset_name: Raw = field(default_factory=Raw)
 
 
 class _Thinking(chat.StrictStruct, tag_field="type", tag="thinking"):
     thinking: str
-    signature: str = ""
+    signature: str | None = None
 
 
 class _RedactedThinking(chat.StrictStruct, tag_field="type", tag="redacted_thinking"):
@@ -76,7 +79,7 @@ class _Message(chat.StrictStruct):
 class _Tool(chat.StrictStruct):
     name: str
     input_schema: Raw
-    description: str = ""
+    description: str | None = None
     type: Literal["custom"] | None = None
     strict: bool | None = None
     allowed_callers: Raw = field(default_factory=Raw)
@@ -89,13 +92,14 @@ class _Tool(chat.StrictStruct):
 class _ToolChoice(chat.StrictStruct):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
-    disable_parallel_tool_use: bool = False
+    disable_parallel_tool_use: bool | None = None
 
 
 class _ThinkingConfig(chat.StrictStruct):
     """Whether a model reasons is up to itself and its chat template."""
 
-    type: Literal["disabled", "adaptive"]
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Raw = field(default_factory=Raw)
     display: Raw = field(default_factory=Raw)
 
 
@@ -127,7 +131,7 @@ class PromptRequest(_Hints, kw_only=True):
 
     model: str
     messages: Annotated[list[_Message], Meta(min_length=1)]
-    system: str | list[_Text] = ""
+    system: str | list[_Text] | None = None
     tools: list[_Tool] | None = None
     tool_choice: _ToolChoice | None = None
     thinking: _ThinkingConfig | None = None
@@ -138,8 +142,9 @@ class MessagesRequest(PromptRequest, kw_only=True):
     """A body of `/v1/messages`."""
 
     max_tokens: Annotated[int, Meta(ge=1)]
+    container: None = None
     stop_sequences: list[str] | None = None
-    stream: bool = False
+    stream: bool | None = None
     temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=0)] | None = None
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
@@ -151,7 +156,7 @@ def chat_request(raw: bytes) -> bytes:
     Raises `InvalidRequest`, with the name of a field that is wrong or cannot be honoured.
     """
     request = chat.decode_body(raw, MessagesRequest, "messages")
-    body = {"max_tokens": request.max_tokens, "stream": request.stream, **_chat_prompt(request)}
+    body = {"max_tokens": request.max_tokens, "stream": bool(request.stream), **_chat_prompt(request)}
     if request.stream:
         # The stream begins with the prompt's tokens, where an agent reports them so early.
         body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
@@ -260,6 +265,8 @@ def _assistant_message(blocks: list[Any]) -> dict[str, Any]:
     calls = [block for block in blocks if isinstance(block, _ToolUse)]
     if any(isinstance(block, _ToolResult) for block in blocks):
         raise InvalidRequest("an assistant's message has no tool results", param="messages")
+    if any(not bytes(call.input).startswith(b"{") for call in calls):
+        raise InvalidRequest("the input of a tool_use must be an object", param="messages")
     if texts or not calls:
         message["content"] = "".join(texts)
     if calls:
@@ -277,7 +284,7 @@ def _assistant_message(blocks: list[Any]) -> dict[str, Any]:
 def _chat_tool(tool: _Tool) -> dict[str, Any]:
     function: dict[str, Any] = {
         "name": tool.name,
-        "description": tool.description,
+        "description": tool.description or "",
         "parameters": tool.input_schema,
     }
     if tool.strict is not None:
@@ -298,8 +305,8 @@ def _tool_choice(choice: _ToolChoice | None) -> dict[str, Any]:
     )
 
 
-def _joined(texts: str | list[_Text]) -> str:
-    return texts if isinstance(texts, str) else "\n".join(block.text for block in texts)
+def _joined(texts: str | list[_Text] | None) -> str:
+    return texts if isinstance(texts, str) else "\n".join(block.text for block in texts or ())
 
 
 def error_body(error: ProxyError) -> bytes:

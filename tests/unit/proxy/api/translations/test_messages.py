@@ -80,13 +80,45 @@ def test_an_answer_that_was_begun_is_gone_on_with() -> None:
     assert (asked["continue_final_message"], asked["add_generation_prompt"]) == (True, False)
 
 
+def test_a_null_is_a_field_left_out_and_what_else_answers_have_is_taken_back() -> None:
+    """A conversation that Anthropic's own servers began has more in its blocks than ours."""
+    call = {"type": "tool_use", "id": "t1", "name": "weather", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "t1"}
+    said = {"type": "text", "text": "x"}
+    thought = {"type": "thinking", "thinking": "hm"}
+
+    def asked(**more: Any) -> dict[str, Any]:
+        blocks = [thought | more.get("thought", {}), said | more.get("said", {}), call | more.get("call", {})]
+        turns = [USER, {"role": "assistant", "content": blocks}]
+        turns.append({"role": "user", "content": [result | more.get("result", {})]})
+        tool, choice = WEATHER | more.get("tool", {}), {"type": "auto"} | more.get("choice", {})
+        return chat(messages=turns, tools=[tool], tool_choice=choice, **more.get("body", {}))
+
+    names = ("system", "stream", "stop_sequences", "temperature", "metadata", "thinking", "container")
+    plain = asked()
+    assert asked(body=dict.fromkeys(names)) == plain
+    assert asked(thought={"signature": None}, result={"content": None, "is_error": None}) == plain
+    assert asked(choice={"disable_parallel_tool_use": None}, tool={"type": None, "strict": None}) == plain
+    assert asked(call={"caller": {"type": "direct"}, "toolset_name": None}, said={"citations": [{}]}) == plain
+    assert chat(tools=[{**WEATHER, "description": None}]) == chat(tools=[{**WEATHER, "description": ""}])
+
+
+@pytest.mark.parametrize("more", [{}, {"budget_tokens": 1024}, {"budget_tokens": 9, "display": "omitted"}])
+@pytest.mark.parametrize("kind", ["enabled", "disabled", "adaptive"])
+def test_thinking_is_a_hint_in_all_its_forms(kind: str, more: dict[str, Any]) -> None:
+    """Whether a model reasons is up to its chat template: clients send this to every model."""
+    assert chat(thinking={"type": kind, **more}) == chat()
+
+
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
         ({"max_tokens": 0}, "max_tokens"),
+        ({"messages": [{"role": "assistant", "content": [
+            {"type": "tool_use", "id": "t", "name": "f", "input": [1]}]}]}, "input of a tool_use"),
         ({"messages": []}, "messages"),
         ({"temprature": 1}, "temprature.*did you mean temperature"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+        ({"thinking": {"type": "always"}}, "thinking"),
         ({"container": "c"}, "container"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "image"),
         ({"tool_choice": {"type": "any"}}, "tools"),
