@@ -84,9 +84,11 @@ test-gpu: $(STAMP) ## the tests that need NVIDIA GPUs (skipped visibly elsewhere
 
 # Another version gets an environment of its own: make test-vllm VLLM=0.29.0 TESTS='tests/system/vllm -k itself'
 VLLM ?= 0.32.0
+DEVICE ?=
 test-vllm: TESTS = tests/system/vllm
-test-vllm: export VLLM_ENV := .venv-vllm$(if $(filter-out 0.32.0,$(VLLM)),-$(VLLM))
-test-vllm: $(STAMP) ## two real vLLM servers behind the proxy; installs about 4 GB into .venv-vllm first
+test-vllm: export VLLM_DEVICE := $(DEVICE)
+test-vllm: export VLLM_ENV := .venv-vllm$(if $(filter-out 0.32.0,$(VLLM)),-$(VLLM))$(if $(DEVICE),-$(DEVICE))
+test-vllm: $(STAMP) ## two real vLLM servers behind the proxy, on CPUs or with DEVICE=cuda on a GPU; installs vLLM into .venv-vllm first
 	$(BIN)/python -m tests.system.vllm.install $(VLLM_ENV) $(VLLM)
 	$(BIN)/python -m pytest -m vllm -rs --timeout 3600 $(TESTS)
 

