@@ -71,6 +71,15 @@ class Stack:
         await self.settled()
         return await self.decode.sample(self.http, TRANSFERS), await self.decode.sample(self.http, RECOMPUTED)
 
+    async def ready(self) -> None:
+        """Until the proxy has a pair: an engine that was stopped has announced itself again."""
+        async with asyncio.timeout(60):
+            while True:
+                async with self.http.get(f"{self.proxy_url}/ready") as response:
+                    if response.status == 200:
+                        return
+                await asyncio.sleep(0.1)
+
     async def settled(self) -> None:
         """Until no server has a block in use: figures are reported with a step, and blocks freed with one."""
         async with asyncio.timeout(30):
@@ -96,13 +105,9 @@ async def started(
         servers = [vllm_server(name, role, tp=ranks, **start, **settings) for name, role, ranks in roles]
         prefill, decode, *others = await together(stack, *servers)
         http = await stack.enter_async_context(session())
-        async with asyncio.timeout(60):
-            while True:
-                async with http.get(f"{proxy.url}/ready") as response:
-                    if response.status == 200:
-                        break
-                await asyncio.sleep(0.1)
-        yield Stack(prefill, decode, proxy.url, http, *others)
+        pair = Stack(prefill, decode, proxy.url, http, *others)
+        await pair.ready()
+        yield pair
 
 
 @pytest.mark.parametrize("transfer", ["tcp", "nixl"])
@@ -244,6 +249,7 @@ def streamable(prompt: str, chat: bool) -> dict[str, Any]:
 
 async def late(stack: Stack, bodies: list[dict[str, Any]]) -> list[Answer]:
     """The answers to requests whose KV was gone before it was read."""
+    await stack.ready()
     expired = await stack.prefill.sample(stack.http, ENDED, 'reason="expired"')
     with stack.decode.ranks_stopped():
         asking = asyncio.create_task(answers(stack.http, stack.proxy_url, bodies))
