@@ -95,10 +95,25 @@ def _fits_beside_vllm(uv: Path) -> bool:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     torch.write_text(next(line for line in lines if line.startswith("torch==")) + "\n")
     wanted.write_text(f"{VLLM}\n")
-    resolved = [uv, "pip", "compile", "--quiet", "--no-annotate", "--python", sys.executable]
+    resolved: list[str | Path] = [
+        uv,
+        "pip",
+        "compile",
+        "--quiet",
+        "--no-annotate",
+        "--python",
+        sys.executable,
+    ]
     resolved += ["--override", torch]
     subprocess.run([*resolved, "--output-file", pins, wanted], check=True, cwd=ROOT)
-    ours = ["--constraint", pins, "--extra", "agent", "--output-file", HOME / "beside-vllm.txt"]
+    ours: list[str | Path] = [
+        "--constraint",
+        pins,
+        "--extra",
+        "agent",
+        "--output-file",
+        HOME / "beside-vllm.txt",
+    ]
     return subprocess.run([*resolved, *ours, "pyproject.toml"], cwd=ROOT).returncode == 0
 
 
@@ -107,7 +122,7 @@ def _passes(uv: Path, part: str, takes_cuda: bool) -> bool:
     venv = HOME / part
     subprocess.run([uv, "venv", "--quiet", "--clear", "--python", sys.executable, venv], check=True)
     pins = _resolve(uv, part, takes_cuda)
-    install = [uv, "pip", "install", "--quiet", "--python", venv / "bin" / "python"]
+    install: list[str | Path] = [uv, "pip", "install", "--quiet", "--python", venv / "bin" / "python"]
     subprocess.run([*install, "--requirement", pins, "--no-deps", "--editable", "."], check=True, cwd=ROOT)
     # What is a tool and one of ours too has its version already.
     held = {line.partition("==")[0].lower() for line in pins.read_text().splitlines()}
@@ -118,7 +133,7 @@ def _passes(uv: Path, part: str, takes_cuda: bool) -> bool:
         [uv, "pip", "freeze", "--python", venv / "bin" / "python"], capture_output=True, text=True, check=True
     )
     print(f"{part}: {' '.join(versions.stdout.split())}", flush=True)
-    run = [
+    run: list[str | Path] = [
         venv / "bin" / "python",
         "-m",
         "pytest",
@@ -138,7 +153,16 @@ def _resolve(uv: Path, part: str, takes_cuda: bool) -> Path:
     """Write the versions of a part into a file, without a CUDA build of torch unless that is asked for."""
     name, _, edge = part.partition("-")
     pins = HOME / f"{part}.txt"
-    words = [uv, "pip", "compile", "--quiet", "--no-annotate", "--python", sys.executable, "pyproject.toml"]
+    words: list[str | Path] = [
+        uv,
+        "pip",
+        "compile",
+        "--quiet",
+        "--no-annotate",
+        "--python",
+        sys.executable,
+        "pyproject.toml",
+    ]
     words += ["--resolution", RESOLUTIONS[edge], "--output-file", pins, "--no-header"]
     words += [f"--extra={extra}" for extra in TESTS[name][0]]
     pins.unlink(missing_ok=True)  # else its versions would be preferred

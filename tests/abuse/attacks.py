@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import aiohttp
 import zmq
@@ -229,7 +229,7 @@ TEXTS: dict[str, tuple[str, Callable[[], bytes]]] = {
 """D2: each can only be a 400, for it cannot fit the context."""
 
 BIASES = {str(token): -1.0 for token in range(900)}
-LONG_RUN = {"max_tokens": 64, "ignore_eos": True}
+LONG_RUN: dict[str, Any] = {"max_tokens": 64, "ignore_eos": True}
 SETTINGS: dict[str, tuple[str, Callable[[], bytes]]] = {
     "936 biases, 64 choices": ("logit_bias", lambda: completion(n=64, logit_bias=BIASES, **LONG_RUN)),
     "550,000 biases": ("logit_bias", lambda: with_member("logit_bias", many_members(550_000))),
@@ -428,7 +428,7 @@ def unread(way: str, dialect: str, count: int) -> Callable[[], Action]:
             async with AsyncExitStack() as stack:
                 for _ in range(count):
                     _, writer = await stack.enter_async_context(connected(target.urls["proxy"]))
-                    writer.transport.pause_reading()
+                    cast(asyncio.Transport, writer.transport).pause_reading()
                     writer.write(sent)
                 await asyncio.sleep(target.flood_s)
 

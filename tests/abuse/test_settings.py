@@ -55,7 +55,7 @@ async def test_without_a_key_nothing_is_had(tmp_path: Path, log_dir: Path) -> No
         for first, more in ((PIPELINED, PIPELINED), (ENDLESS_HEAD, PAD)):
             await flood(proxy.url, first, more, FLOOD_S)
             assert process.memory_info().rss - before < GROWTH * MAX_BODY
-        assert "Traceback" not in proxy.log.read_text()
+        assert "Traceback" not in proxy.log.tail(10**6)
     finally:
         await proxy.stop()
 

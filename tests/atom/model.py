@@ -29,7 +29,7 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return "".join(f" {each}" if each >= _FIRST_WORD else chr(each - 3) for each in ids if each != EOS)
 
-    def apply_chat_template(self, messages: Sequence[dict[str, Any]], **_: object) -> str:
+    def apply_chat_template(self, messages: Sequence[dict[str, Any]], **_: Any) -> str:
         return chat_prompt(messages)
 
 

@@ -199,7 +199,7 @@ def make_cores(config: SimpleNamespace, host: str, fabric: Fabric) -> Any:
     """ATOM's router over its ranks, with ranks in threads where it would have processes."""
     manager = importlib.import_module("atom.model_engine.engine_core_mgr")
 
-    class Cores(manager.CoreManager):  # type: ignore[misc, name-defined]
+    class Cores(manager.CoreManager):  # type: ignore[name-defined]
         def __init__(self, num_ranks: int) -> None:
             self.pp_size = 1
             if hasattr(self, "_init_shared_state"):

@@ -63,9 +63,11 @@ async def atom_server(code: Path, role: str, folder: Path, *options: object) -> 
     """Start a server and wait until it is healthy; else raise `AssertionError` with the end of its log."""
     port, handshake_port = free_port(), free_port()
     words = ("--root", code, "--fabric", folder, "--role", role, "--port", port)
-    words = (*words, "--handshake-port", handshake_port, *options)
+    ports = ("--handshake-port", handshake_port)
     url = f"http://127.0.0.1:{port}"
-    async with _running(("tests.atom.server", *words), folder / f"{role}-{port}.log", f"{url}/health"):
+    async with _running(
+        ("tests.atom.server", *words, *ports, *options), folder / f"{role}-{port}.log", f"{url}/health"
+    ):
         yield AtomServer(url, port, handshake_port)
 
 

@@ -14,7 +14,6 @@ import sys
 import types
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar
 from unittest.mock import MagicMock
 
 BELOW = frozenset({"aiter", "amdsmi", "flydsl", "lmcache", "mooncake", "mori", "PIL", "triton"})
@@ -26,7 +25,7 @@ _BARE_PACKAGES = ("atom", "atom.model_engine", "atom.entrypoints", "atom.entrypo
 class _Mock(types.ModuleType):
     """A module that has every name."""
 
-    __path__: ClassVar[list[str]] = []
+    __path__: list[str] = []  # noqa: RUF012 (as in ModuleType)
 
     def __getattr__(self, name: str) -> MagicMock:
         if name.startswith("__"):

@@ -341,7 +341,7 @@ async def test_the_legs_are_those_of_atoms_own_proxy(
             words = ("--dp-size", ranks, "--handshake-port", port, "--ping", f"127.0.0.1:{discovery}")
             servers.append(await stack.enter_async_context(atom_server(code[SEED], role, tmp_path, *words)))
         prefill, decode = servers
-        named = (f"{prefill.url},handshake_port={PREFILL_HANDSHAKE},dp_size=2",)
+        named: tuple[str, ...] = (f"{prefill.url},handshake_port={PREFILL_HANDSHAKE},dp_size=2",)
         named = (*named, "--decode", f"{decode.url},handshake_port={DECODE_HANDSHAKE}")
         ours = await start_proxy(stack, tmp_path, "--dialect", "atom", "--prefill", *named)
         stage = Stage(CONFIGS[0], ours, prefill, decode, http)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from kvferry.common.roles import Role
 from tests.helpers.client import heldout
 
 Blow = Literal["kill", "stop"]
@@ -15,7 +16,10 @@ Part = Literal["api", "engine", "rank", "all"]
 
 ROUND_REQUESTS = 50
 LEAVING_SHARE, LONGEST_STAY_S = 0.06, 2.0
-ROLES = {"prefill": ("prefill-0", "prefill-1"), "decode": ("decode-0", "decode-1")}
+ROLES: dict[Role, tuple[str, str]] = {
+    "prefill": ("prefill-0", "prefill-1"),
+    "decode": ("decode-0", "decode-1"),
+}
 _KILLED: Sequence[Part] = ("api", "engine", "rank")
 _STOPPED: Sequence[Part] = (*_KILLED, "all")
 TASK_TOKENS, LONG_TOKENS = 16, 96
@@ -83,7 +87,7 @@ def make_rounds(
     of them first depends on the seed.
     """
     draw = random.Random(f"rounds {seed}")
-    rounds = []
+    rounds: list[Round] = []
     while requests > 0:
         size = min(requests, round_size)
         asks = tuple(_ask(draw, questions) for _ in range(size))
@@ -120,7 +124,7 @@ def _strikes(draw: random.Random, number: int, size: int, stop_s: tuple[float, f
 
 def _strike(
     draw: random.Random,
-    role: str,
+    role: Role,
     blow: Blow,
     parts: Sequence[Part],
     size: int,

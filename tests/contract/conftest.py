@@ -14,7 +14,6 @@ import torch
 
 from kvferry.transfer.access_tokens import mint, new_secret
 from kvferry.transfer.engine import (
-    BACKENDS,
     EngineOptions,
     Peer,
     Status,
@@ -25,6 +24,7 @@ from kvferry.transfer.engine import (
     parse_backend_options,
     usable,
 )
+from kvferry.transfer.options import BACKENDS
 from tests.contract.pools import allocations, pattern
 from tests.contract.serving_peer import serve
 from tests.helpers.forked import Forked

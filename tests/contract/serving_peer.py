@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from multiprocessing.connection import Connection, wait
+from typing import Any
 
 import torch
 
@@ -46,7 +47,7 @@ def serve(
     regions = engine.register(kept)
     connection.send((engine.describe(), [region.describe() for region in regions]))
     descriptor = engine.fileno()
-    waits = [connection] if descriptor is None else [connection, descriptor]
+    waits: list[Any] = [connection] if descriptor is None else [connection, descriptor]
     while connection not in wait(waits, 0.001 if descriptor is None else 0.05):
         engine.progress()
     engine.close()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import threading
@@ -152,7 +153,7 @@ def test_a_peer_killed_during_reads_ends_every_one_of_them(
     last = reader.read(peer, spans, timeout_s=patient(5.0))
     assert reader.finish(last) is Status.FAILED
     for transfer in batches:
-        reader.wait(lambda transfer=transfer: transfer.quiescent)
+        reader.wait(functools.partial(getattr, transfer, "quiescent"))
         assert transfer.poll() in (Status.DONE, Status.FAILED)
     if batches[0].poll() is Status.DONE:
         assert np.array_equal(reader.pool, expected(spans, served_bytes))

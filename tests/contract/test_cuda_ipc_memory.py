@@ -90,7 +90,7 @@ def test_a_table_that_grows_is_not_where_the_gpu_still_writes_for_the_model(
         torch.cuda.synchronize(READER_GPU)
         for _ in range(200):  # a second of zeros, again and again
             freed.scatter_(0, everywhere, 0)
-        busy = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        busy = torch.cuda.Event()
         busy.record(torch.cuda.current_stream(READER_GPU))
         del freed
         transfer = reader.read(peer, spans)

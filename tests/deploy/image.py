@@ -82,6 +82,7 @@ def fetch_wheels(folder: Path, *extras: str) -> Path:
         word for each in ("agent", *extras) for word in optional[each]
     ]
     needed = [word for word in needed if not word.startswith("kvferry[")]
+    words: list[str | Path]
     words = [sys.executable, "-m", "pip", "download", "-qq", "--only-binary=:all:", "--python-version=3.11",
              "--dest", folder, "--find-links", folder, "--constraint", ROOT / "constraints.txt"]  # fmt: skip
     if os.environ.get("TORCH_INDEX"):

@@ -25,8 +25,9 @@ from kvferry.agent.cli import parse_config as agent_config
 from kvferry.agent.vllm.launch import VllmEngineConfig
 from kvferry.common.curve import ClusterKey
 from kvferry.common.options import parse_flags
-from kvferry.proxy.api.auth import ApiKeys, Unauthorized, authenticate
+from kvferry.proxy.api.auth import ApiKeys, authenticate
 from kvferry.proxy.config import parse_config as proxy_config
+from kvferry.proxy.errors import Unauthorized
 from tests.deploy.chart import CHART, EXAMPLES, HELM, KUBECTL, ROOT, TOOLS, helm, pods, render
 from tests.deploy.disaggregated_set import errors
 from tests.deploy.pages import blocks, needing, scripts
@@ -208,12 +209,12 @@ def test_a_gateway_routes_to_the_proxies() -> None:
     assert (made["spec"]["parentRefs"], made["spec"]["hostnames"]) == ([{"name": "public"}], ["llm.example"])
     [backend] = made["spec"]["rules"][0]["backendRefs"]
     assert (backend["name"], backend["port"]) == ("r-kvferry", 10001)
-    made = render(*SECURE, *route, *pool)
-    [found] = [each for each in made if each["kind"] == "InferencePool"]
+    both = render(*SECURE, *route, *pool)
+    [found] = [each for each in both if each["kind"] == "InferencePool"]
     assert found["spec"]["selector"]["matchLabels"]["app.kubernetes.io/component"] == "proxy"
     assert found["spec"]["endpointPickerRef"] == {"name": "epp", "port": {"number": 9002}}
     [[backend]] = [
-        rule["backendRefs"] for each in made if each["kind"] == "HTTPRoute" for rule in each["spec"]["rules"]
+        rule["backendRefs"] for each in both if each["kind"] == "HTTPRoute" for rule in each["spec"]["rules"]
     ]
     assert (backend["kind"], backend["name"]) == ("InferencePool", found["metadata"]["name"])
     nameless = helm("template", "r", CHART, *SECURE, "--set", "httpRoute.enabled=true")

@@ -170,7 +170,7 @@ async def test_a_node_dies_under_load_and_its_agents_come_back_elsewhere(
         for name in ("prefill-0", "decode-0"):
             assert after[name] == before[name]
         for ours, theirs in zip(await complete_all(url, bodies, STREAMS), expected, strict=True):
-            assert isinstance(ours, Answer) and ours.same() == theirs.same()
+            assert isinstance(ours, Answer) and isinstance(theirs, Answer) and ours.same() == theirs.same()
         assert (tmp_path / "decode-1.log").read_text()
 
         left = agent_processes()

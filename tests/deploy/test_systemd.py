@@ -77,6 +77,11 @@ def test_a_misspelt_setting_is_seen(installed: Path) -> None:
     assert "KilMode" in verify(installed)
 
 
+def kill(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        process.kill()
+
+
 def command(name: str) -> list[str]:
     """What the unit of a part starts, with the example in place of the settings in /etc."""
     text = (UNITS / STARTED[name]).read_text()
@@ -99,7 +104,7 @@ async def test_what_they_start_serves_and_ends_with_sigterm(tmp_path: Path) -> N
         for name in STARTED:
             log = stack.enter_context((tmp_path / f"{name}.log").open("wb"))
             process = await asyncio.create_subprocess_exec(*command(name), stdout=log, stderr=log)
-            stack.callback(lambda process=process: process.returncode is None and process.kill())
+            stack.callback(kill, process)
             processes.append(process)
         http = await stack.enter_async_context(session())
         async with asyncio.timeout(patient(90)):

@@ -67,7 +67,7 @@ def freeze(value: Any) -> Hashable:
     """A hashable value that is equal for equal states."""
     match value:
         case None | bool() | int() | float() | str() | bytes() | Enum():
-            return value  # type: ignore[no-any-return]
+            return value
         case OrderedDict():
             return tuple((freeze(key), freeze(each)) for key, each in value.items())
         case dict():

@@ -398,7 +398,7 @@ class Protocol:
         try:
             world = self._table(world, "grant_prefix", world.now, transfer_id(request), *arguments)[0]
         except self._machines.lease.DuplicateTransfer:
-            must(not fresh or world.incarnation or not self._remembers_all or
+            must(not fresh or bool(world.incarnation) or not self._remembers_all or
                  self._is_awaited_by_another(before, pull), "what nobody has used is lent")  # fmt: skip
             return self._answer(before, message, "lent", 0)
         must(fresh, "I7: a second lease for the same transfer")
@@ -653,7 +653,10 @@ class Protocol:
             for seq in {read.seq for read in pull.reads}:
                 outcomes = [read.outcome for read in pull.reads if read.seq == seq]
                 complete = all(each is not None for each in outcomes)
-                must(not complete or all(each.ok for each in outcomes), "I6: one failed rank fails the pull")
+                must(
+                    not complete or all(each is not None and each.ok for each in outcomes),
+                    "I6: one failed rank fails the pull",
+                )
 
     def _check_no_second(self, table: Handle, request: int) -> None:
         if (table, request) in self._no_second:

@@ -66,7 +66,8 @@ def serve(path: str) -> None:
             message, files, _, _ = socket.recv_fds(connection, _MAX_MESSAGE, len(_STANDARD_FILES))
             if os.fork() == 0:
                 listener.close()
-                status = _run(connection, *json.loads(message), files)
+                arguments, environment = json.loads(message)
+                status = _run(connection, arguments, environment, files)
                 connection.send(bytes([status]))
                 os._exit(status)
             for descriptor in (connection.detach(), *files):

@@ -141,9 +141,11 @@ class Page:
 
     async def press(self, key: str) -> None:
         """Press and release one key of the keyboard."""
-        event = {"key": key, "code": key, "windowsVirtualKeyCode": KEYS[key]}
+        event: dict[str, Any] = {"key": key, "code": key, "windowsVirtualKeyCode": KEYS[key]}
         # Enter acts on a button by the character that it types.
-        typed = {"type": "keyDown", "text": "\r"} if key == "Enter" else {"type": "rawKeyDown"}
+        typed: dict[str, Any] = (
+            {"type": "keyDown", "text": "\r"} if key == "Enter" else {"type": "rawKeyDown"}
+        )
         await self.call("Input.dispatchKeyEvent", **event, **typed)
         await self.call("Input.dispatchKeyEvent", **event, type="keyUp")
 

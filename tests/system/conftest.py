@@ -14,6 +14,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
+from kvferry.common.roles import Role
 from kvferry.deploy.launcher import AgentSpec, Cluster, ClusterSpec, Process, start_process
 from tests.helpers.commands import AGENT
 
@@ -51,13 +52,14 @@ def start_cluster(log_dir: Path) -> StartCluster:
         trust: ssl.SSLContext | None = None,
         admin_key: str | None = None,
     ) -> AsyncIterator[Cluster]:
+        wanted: dict[Role, tuple[int, tuple[str, ...]]] = {
+            "prefill": (prefill, prefill_args),
+            "decode": (decode, decode_args),
+            "both": (both, ()),
+        }
         agents = [
             AgentSpec(name=f"{role}-{index}", role=role, args=(*COMMON_ARGS, *args, *own_args), module=module)
-            for role, count, own_args in (
-                ("prefill", prefill, prefill_args),
-                ("decode", decode, decode_args),
-                ("both", both, ()),
-            )
+            for role, (count, own_args) in wanted.items()
             for index in range(count)
         ]
         number = len(list(log_dir.iterdir()))

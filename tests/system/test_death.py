@@ -139,4 +139,4 @@ async def test_a_dead_agent_is_replaced_before_the_first_event(cluster: Cluster)
         failed = [result for result in results if not isinstance(result, Answer)]
         assert not failed, failed[:3]
         for prompt, answer in zip(prompts, results, strict=True):
-            assert answer.choices[0].text == prompt.answer
+            assert isinstance(answer, Answer) and answer.choices[0].text == prompt.answer

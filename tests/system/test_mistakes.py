@@ -236,7 +236,7 @@ def test_a_mistake_ends_with_one_line_that_names_it(
     if words[0] == "proxy" and status == 1 and "--discovery-port" not in words:
         words += ["--discovery-port", "0", *([] if "--port" in words else ["--port", "0"])]
     try:
-        ended = main(words)
+        ended: object = main(words)
     except SystemExit as stop:
         ended = stop.code
     printed, complaint = capfd.readouterr()

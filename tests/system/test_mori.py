@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
+from typing import Any, cast
 
 import pytest
 import pytest_asyncio
@@ -59,4 +60,4 @@ async def references(pair: Pair) -> References:
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: f"{cell[0]}-n{cell[1]}-{cell[2]}")
 async def test_apart_equals_together(pair: Pair, references: References, cell: tuple[str, int, str]) -> None:
-    await check_cells(pair, references, [cell], PROMPTS)
+    await check_cells(pair, cast(Any, references), [cell], PROMPTS)

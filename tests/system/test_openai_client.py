@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import anthropic
@@ -105,7 +105,7 @@ async def test_response(client: openai.AsyncOpenAI) -> None:
         model="ferry-tiny",
         input=[
             {"role": "user", "content": prompt.prompt},
-            *answer.output,
+            *cast(Any, answer.output),
             {"role": "user", "content": "1+1="},
         ],
         temperature=0,

@@ -151,7 +151,7 @@ def test_pip_install_brings_the_proxy_without_torch(tmp_path: Path) -> None:
 def test_the_extra_agent_moves_no_version_of_vllms_environment(tmp_path: Path) -> None:
     """`pip install '.[agent]'` into an environment that has vLLM, as the quick start says: pip tells what it
     would install, and installs nothing."""
-    pip = [VLLM_PYTHON, "-m", "pip"]
+    pip: list[str | Path] = [VLLM_PYTHON, "-m", "pip"]
     listed = subprocess.run(
         [*pip, "list", "--format", "json"], capture_output=True, check=True, timeout=60, cwd=tmp_path
     )

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import aiohttp
 import pytest
@@ -82,7 +82,7 @@ class Fleet:
         self._stack = AsyncExitStack()
         self._numbers = itertools.count()
 
-    async def __aenter__(self) -> Fleet:
+    async def __aenter__(self) -> Self:
         with self._older_first():
             await self.start_proxy(PROXIES[0])
         await self.start_proxy(PROXIES[1])

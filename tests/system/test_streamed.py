@@ -61,7 +61,7 @@ async def test_when_the_prefill_ends_its_last_chunk_is_left_to_pull_at_most(clus
     before_last = (prompt.prompt_tokens - 1) // CHUNK * CHUNK // BLOCK
     num_blocks = -(-prompt.prompt_tokens // BLOCK)
     assert 0 < before_last < num_blocks
-    early = []
+    early: list[Any] = []
     async with session() as http:
         theirs = await complete(http, cluster.agents["decode-0"].url, body(prompt))
         while max(early, default=0) < before_last and len(early) < TRIES:
@@ -117,7 +117,7 @@ async def test_a_prompt_that_ends_with_its_first_token_fails_no_pull(cluster: Cl
     bodies = [body(prompt, n=2, stream=bool(i % 2), **ended) for i, prompt in enumerate(LONGEST[14:34])]
     replies = await complete_all(cluster.url, bodies, concurrency=2)
     assert all(isinstance(reply, Answer) for reply in replies), replies
-    withdrawn = 0
+    withdrawn = 0.0
     for url in prefills:
         name = "kvferry_transfer_leases_ended_total"
         withdrawn += total(await settled(url, name, 1, cause="withdrawn"), name, cause="withdrawn")

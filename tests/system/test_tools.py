@@ -203,7 +203,7 @@ async def test_the_official_client_reads_streamed_calls(cluster: Cluster) -> Non
             pieces = [event async for event in stream if event.type == "tool_calls.function.arguments.delta"]
             streamed = (await stream.get_final_completion()).choices[0]
         whole = (await client.chat.completions.create(**asked)).choices[0]
-        (call,), (again,) = streamed.message.tool_calls or (), whole.message.tool_calls or ()
+        [call], [again] = streamed.message.tool_calls or [], whole.message.tool_calls or []
         assert len(pieces) > 1
         assert (streamed.finish_reason, whole.finish_reason) == ("tool_calls", "tool_calls")
         assert (streamed.message.content, whole.message.content) == (None, None)

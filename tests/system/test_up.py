@@ -86,8 +86,14 @@ async def feed(http: aiohttp.ClientSession, url: str) -> dict[str, Any]:
 @pytest.mark.timeout(patient(600))
 async def test_what_dies_is_restarted_and_the_streams_go_on(tmp_path: Path) -> None:
     """The page and `kvferry status` show what happened; `kvferry doctor` reaches all that is there."""
-    options = ("--prefill=2", "--decode", "2", "--agent.max-model-len", "1536")
-    options += ("--proxy.decode-policy=round_robin",)
+    options = (
+        "--prefill=2",
+        "--decode",
+        "2",
+        "--agent.max-model-len",
+        "1536",
+        "--proxy.decode-policy=round_robin",
+    )
     async with up(tmp_path, *options) as cluster, session() as http:
         url = (await cluster.until(r"serving ferry-tiny at (\S+)/v1;", START_TIMEOUT_S))[1]
         async with http.get(f"{url}/v1/models") as response:

@@ -84,7 +84,7 @@ def test_everything_imported_is_declared() -> None:
 
 def test_everything_declared_is_imported() -> None:
     files = [path for top in PACKAGES for path in (ROOT / top).rglob("*.py")]
-    owners = DISTRIBUTIONS | packages_distributions()
+    owners: dict[str, Iterable[str]] = {**DISTRIBUTIONS, **packages_distributions()}
     used = {normalized(dist) for path in files for name in imports(path) for dist in owners.get(name, ())}
     # The distribution `nixl` is a shell around those that hold the package.
     assert declared([*OF_EXTRA]) - used <= {"nixl"}

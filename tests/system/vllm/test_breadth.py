@@ -225,7 +225,12 @@ async def test_a_pair_answers_as_one_server_does(name: str, models: Path, tmp_pa
     case = CASES[name]
     shares = "--no-enable-prefix-caching" not in case.words
     model = models / name.split()[0]
-    settings = {"model": model, "words": case.words, "transfer": case.transfer, "lease_s": LEASE_S}
+    settings: dict[str, Any] = {
+        "model": model,
+        "words": case.words,
+        "transfer": case.transfer,
+        "lease_s": LEASE_S,
+    }
     async with started(tmp_path, **settings) as stack:
         samplings: list[dict[str, Any]] = [{"temperature": 0}]
         if not case.rounds:

@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack
 from fractions import Fraction
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import aiohttp
 import pytest
@@ -36,7 +37,11 @@ async def test_of_a_window_or_a_chunk_no_more_is_moved_than_is_kept(
 ) -> None:
     managers: dict[str, tuple[str, ...]] = {"on": (), "off": ("--disable-hybrid-kv-cache-manager",)}
     async with AsyncExitStack() as stack, session() as http:
-        start = {"log_dir": tmp_path, "proxy": f"127.0.0.1:{free_port()}", "model": models / name}
+        start: dict[str, Any] = {
+            "log_dir": tmp_path,
+            "proxy": f"127.0.0.1:{free_port()}",
+            "model": models / name,
+        }
         servers = [vllm_server(key, "kv_both", words=words, **start) for key, words in managers.items()]
         moved = {
             manager: [await bytes_of(http, server, length) for length in LENGTHS]

@@ -101,7 +101,7 @@ async def started(
         roles = [("prefill", "kv_producer", tp[0]), ("decode", "kv_consumer", tp[1])]
         if spare:
             roles.append(("spare", "kv_consumer", 1))
-        start = {"log_dir": log_dir, "proxy": discovery}
+        start: dict[str, Any] = {"log_dir": log_dir, "proxy": discovery}
         servers = [vllm_server(name, role, tp=ranks, **start, **settings) for name, role, ranks in roles]
         prefill, decode, *others = await together(stack, *servers)
         http = await stack.enter_async_context(session())

@@ -97,7 +97,7 @@ async def late_batch(
     prefill, decode = pair
     with decode.engine_stopped():
         before = await prefill.sample(http, EXPIRED)
-        asking = [asyncio.create_task(ask(body)) for body in bodies]
+        asking = [asyncio.ensure_future(ask(body)) for body in bodies]
         async with asyncio.timeout(3 * lease_s + 60):
             while await prefill.sample(http, EXPIRED) < before + len(bodies):
                 await asyncio.sleep(0.1)
@@ -142,8 +142,7 @@ async def proxy(
 ) -> AsyncIterator[str]:
     """A proxy before the pair; yields its URL once it is ready."""
     servers = ("--prefill", pair[0].url, "--decode", pair[1].url, "--dialect", "vllm-nixl")
-    servers += ("--decode-only-fallback", "false")
-    argv = (*PROXY, *servers, *words)
+    argv = (*PROXY, *servers, "--decode-only-fallback", "false", *words)
     process = await start_process(f"proxy-{name}", argv, log_dir)
     try:
         await wait_ready(process)

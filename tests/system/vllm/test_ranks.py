@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import pytest
 
@@ -56,7 +57,7 @@ async def test_servers_of_any_ranks_and_stages_go_on_from_each_others_prompts(
     sizes = ("one rank", size)
     case, nobody = CASES[name], f"127.0.0.1:{free_port()}"
     async with AsyncExitStack() as stack, session() as http:
-        start = {"log_dir": tmp_path, "proxy": nobody, "model": models / name}
+        start: dict[str, Any] = {"log_dir": tmp_path, "proxy": nobody, "model": models / name}
         starting = [
             vllm_server(each.replace(" ", "-"), "kv_both", words=(*case.words, *SIZES[each]), **start)
             for each in sizes

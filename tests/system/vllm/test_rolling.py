@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import secrets
 from pathlib import Path
@@ -59,7 +60,7 @@ def asked() -> list[Body]:
         }
 
     prompts = [prompt.prompt for prompt in heldout(16)]
-    return [lambda index=index, prompt=prompt: body(index, prompt) for index, prompt in enumerate(prompts)]
+    return [functools.partial(body, index, prompt) for index, prompt in enumerate(prompts)]
 
 
 async def test_all_are_replaced_and_no_request_is_lost_or_computed_twice(tmp_path: Path) -> None:

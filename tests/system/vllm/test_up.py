@@ -25,8 +25,8 @@ pytestmark = MARKS
 async def test_it_serves_by_vllm_and_restarts_a_server_that_dies(tmp_path: Path) -> None:
     # `kvferry up` itself divides the cores.
     environment = {name: value for name, value in ENVIRONMENT.items() if "OMP" not in name}
-    options = ("--engine", "vllm", "--engine-python", str(PYTHON), "--agent.lease-s", "5")
-    options += tuple(re.sub("^--", "--vllm.", word) for word in engine_words(REQUESTS))
+    options = ["--engine", "vllm", "--engine-python", str(PYTHON), "--agent.lease-s", "5"]
+    options += [re.sub("^--", "--vllm.", word) for word in engine_words(REQUESTS)]
     with patch.dict(os.environ, environment):
         async with up(tmp_path, *options) as cluster, session() as http:
             await cluster.until(r"decode-0 has been starting for \d+ s: \S", START_TIMEOUT_S)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -278,7 +279,7 @@ def test_what_differs_in_content_is_refused() -> None:
         pair_blocks(MINE, [1, 2])
 
 
-def changed(placement: Placement, **fields: object) -> bytes:
+def changed(placement: Placement, **fields: Any) -> bytes:
     """With other values of its own or of its layers' fields."""
     built = msgspec.to_builtins(placement, builtin_types=(bytes,))
     layers = built["groups"][0][0]

@@ -495,7 +495,7 @@ async def test_a_listener_that_never_answers_runs_into_the_deadline() -> None:
             assert (await decode.event(PullFailed, timeout_s=4.0)).reason == "deadline"
 
 
-def other_geometry(**changes: object) -> KVGeometry:
+def other_geometry(**changes: Any) -> KVGeometry:
     values = {name: getattr(GEOMETRY, name) for name in KVGeometry.__struct_fields__}
     return KVGeometry(**{**values, **changes})
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -21,14 +22,14 @@ PROMPT = numbers(0, 22)
 SOURCE = PrefixSource(engine_id="d" * 16, host="127.0.0.1", port=2, tp_size=1, min_tokens=4)
 
 
-def produced(request_id: str, prompt: Sequence[int] = PROMPT, **changes: object) -> Submit:
+def produced(request_id: str, prompt: Sequence[int] = PROMPT, **changes: Any) -> Submit:
     """A prefill leg, of transfer `t-<id>`, that may pull."""
     fields = {"prefix_source": SOURCE, "produce": f"t-{request_id}", "ignore_eos": True, **changes}
     return request(request_id, prompt, **fields)
 
 
 def borrowing(
-    num_blocks: int = 40, prompt: Sequence[int] = PROMPT, **changes: object
+    num_blocks: int = 40, prompt: Sequence[int] = PROMPT, **changes: Any
 ) -> tuple[LocalEngine, str, StandInPrefixPull]:
     """An engine that has asked for the beginning of `p`'s prompt; the borrowing and its id."""
     limits = {name: changes.pop(name) for name in list(changes) if name in LIMITS.__slots__}
@@ -316,7 +317,7 @@ def test_who_waits_for_a_prefix_takes_a_place_and_holds_up_nobody() -> None:
 # The lender.
 
 
-def lender(**limits: object) -> LocalEngine:
+def lender(**limits: Any) -> LocalEngine:
     """An engine that has served a turn of a conversation: the prompt and an answer of 8 tokens."""
     engine = make_engine(**limits)
     engine.submit(request("turn", PROMPT, ignore_eos=True))

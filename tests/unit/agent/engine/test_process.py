@@ -8,6 +8,7 @@ import os
 import signal
 from pathlib import Path
 from tempfile import mkdtemp
+from typing import Any
 
 import psutil
 import pytest
@@ -39,7 +40,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_checkpoint("Qwen3ForCausalLM", tmp_path_factory.mktemp("checkpoint"))
 
 
-def submit(request_id: str, **changes: object) -> Submit:
+def submit(request_id: str, **changes: Any) -> Submit:
     fields = {"sampling": SAMPLING, "timeout_s": 30.0, **changes}
     return Submit(request_id=request_id, prompt_ids=tuple(PROMPT), **fields)  # type: ignore[arg-type]
 
@@ -114,7 +115,7 @@ async def test_a_reader_has_the_last_blocks_before_the_first_token_is_drawn(
         assert prefill.ready is not None
         head = {"incarnation": prefill.ready.incarnation, "consumer": "reader"}
 
-        def ask(kind: type[wire.Request], **fields: object) -> asyncio.Future[wire.Answer | None]:
+        def ask(kind: type[wire.Request], **fields: Any) -> asyncio.Future[wire.Answer | None]:
             answer = asyncio.get_running_loop().create_future()
             client.request(kind(seq=client.next_seq(), **head, **fields), 20.0, answer.set_result)
             return answer

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,7 +14,7 @@ from tests.standins.model import StandInRunner, expected_answer, next_token
 from tests.unit.agent.local_engine import LIMITS, LocalEngine, remote, request, resumed_choices
 
 
-def make_engine(num_blocks: int = 40, **limits: object) -> LocalEngine:
+def make_engine(num_blocks: int = 40, **limits: Any) -> LocalEngine:
     return LocalEngine(StandInRunner(num_blocks, LIMITS.block_size), num_blocks, **limits)
 
 
@@ -27,7 +28,7 @@ def chunks_run(engine: LocalEngine) -> list[tuple[int, int]]:
     return engine.runner.chunk_log
 
 
-def start_pull(engine: LocalEngine, prompt: list[int], **changes: object) -> None:
+def start_pull(engine: LocalEngine, prompt: list[int], **changes: Any) -> None:
     """A request `d` whose KV is being pulled as transfer `t`."""
     first = resumed_choices(next_token(prompt, 0))
     engine.submit(request("d", prompt, ignore_eos=True, remote=remote("t", prompt), resumed=first, **changes))

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ W, P, R, F = (
 LEGAL = {(W, P), (W, R), (W, F), (P, W), (P, R), (P, F), (R, W), (R, F)}
 
 
-def make_sequence(prompt_len: int, outputs: int = 0, **changes: object) -> Sequence:
+def make_sequence(prompt_len: int, outputs: int = 0, **changes: Any) -> Sequence:
     submit = request("r", [1] * prompt_len, **changes)
     return Sequence(Request(submit, 0.0, Clock(0.0)), 0, [*submit.prompt_ids, *[2] * outputs])
 

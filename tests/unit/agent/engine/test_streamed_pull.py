@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -16,13 +18,13 @@ from tests.unit.agent.local_engine import LIMITS, LocalEngine, remote, request, 
 PROMPT = numbers(0, 10)
 
 
-def streamed(**changes: object) -> Submit:
+def streamed(**changes: Any) -> Submit:
     """A request `d` for transfer `t`, without any tokens."""
     kv = msgspec.structs.replace(remote("t", PROMPT), streamed=True)
     return request("d", PROMPT, remote=kv, **{"ignore_eos": True, **changes})
 
 
-def pulling(num_blocks: int = 40, **changes: object) -> LocalEngine:
+def pulling(num_blocks: int = 40, **changes: Any) -> LocalEngine:
     """An engine that pulls for such a request."""
     engine = make_engine(
         num_blocks, **{name: changes.pop(name) for name in list(changes) if name in LIMITS.__slots__}

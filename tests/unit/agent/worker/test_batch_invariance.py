@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -44,7 +45,7 @@ def threads() -> Iterator[None]:
 
 
 def make_engine(
-    model: ModelShard, num_blocks: int = NUM_BLOCKS, **changes: object
+    model: ModelShard, num_blocks: int = NUM_BLOCKS, **changes: Any
 ) -> tuple[LocalEngine, torch.Tensor]:
     pool = torch.full(model.geometry(BLOCK_SIZE).pool_shape(num_blocks, 2), torch.nan)
     runner = StepRunner(model, pool, (VOCAB_SIZE - 1,), is_sampler=True)

@@ -44,7 +44,7 @@ _LLAMA3_ROPE = {
 _EXPERTS = {"num_experts_per_tok": 2, "norm_topk_prob": True, "moe_intermediate_size": 32}
 
 
-def _config(name: str, **changes: object) -> PretrainedConfig:
+def _config(name: str, **changes: Any) -> PretrainedConfig:
     made: PretrainedConfig = getattr(transformers, name)(**{**SHAPE, **changes})
     return made
 

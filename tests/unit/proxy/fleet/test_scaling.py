@@ -134,14 +134,14 @@ def test_each_proxy_exports_its_own_part() -> None:
 # The parts.
 
 
-def own(**fields: object) -> OwnLoad:
+def own(**fields: Any) -> OwnLoad:
     values = {
         "prompts_per_s": 0.0, "sequences_per_s": 0.0, "waiting_prompts": 0, "waiting_sequences": 0,
     }  # fmt: skip
     return OwnLoad(**(values | fields))  # type: ignore[arg-type]
 
 
-def agent(role: Role, port: int, *, in_flight: int = 0, ours_at_ping: int = 0, **fields: object) -> AgentLoad:
+def agent(role: Role, port: int, *, in_flight: int = 0, ours_at_ping: int = 0, **fields: Any) -> AgentLoad:
     return AgentLoad(
         info=registration(role, port, **fields),
         in_flight=in_flight,
@@ -273,7 +273,7 @@ class Clock:
         return self.now
 
 
-def ping(signals: ScalingSignals, capacity: Capacity | None, port: int = 1, **fields: object) -> Register:
+def ping(signals: ScalingSignals, capacity: Capacity | None, port: int = 1, **fields: Any) -> Register:
     info = registration("prefill", port, capacity=capacity, **fields)
     signals.note(info)
     return info

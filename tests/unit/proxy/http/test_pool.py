@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 import pytest
 
@@ -69,7 +70,7 @@ async def test_an_agent_that_cannot_be_dialled_is_lost_unless_the_fault_is_ours(
 ) -> None:
     """D5, D13: the one was an internal error, the other opened the circuit breakers of all agents."""
 
-    async def fail(*_: object, **__: object) -> None:
+    async def fail(*_: object, **__: Any) -> None:
         assert fault is not None
         raise OSError(fault, os.strerror(fault))
 

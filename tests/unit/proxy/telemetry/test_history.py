@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -27,7 +28,7 @@ from kvferry.proxy.telemetry.metrics import Metrics, Totals
 NOW = 1000.0
 
 
-def failure(**fields: object) -> Failure:
+def failure(**fields: Any) -> Failure:
     values = {
         "endpoint": "completions",
         "status": 502,
