@@ -88,6 +88,22 @@ def heldout(count: int | None = None, task: str | None = None) -> list[Prompt]:
     return [prompts[index * len(prompts) // count] for index in range(count)]
 
 
+def mixed_bodies(count: int, stream_tokens: int) -> list[dict[str, Any]]:
+    """Streams of so many tokens in turn with plain requests, some of them with several choices."""
+    return [
+        {
+            "model": "ferry-tiny",
+            "prompt": prompt.prompt,
+            "seed": index,
+            "max_tokens": stream_tokens if index % 2 else 16,
+            "ignore_eos": True,
+            "stream": bool(index % 2),
+            "n": 3 if index % 5 == 0 else 1,
+        }
+        for index, prompt in enumerate(heldout(count))
+    ]
+
+
 def session(trust: ssl.SSLContext | None = None, *, keep_alive: bool = True) -> aiohttp.ClientSession:
     """`trust`: how certificates are checked. `keep_alive`: whether a connection has more than one request."""
     return aiohttp.ClientSession(

@@ -9,46 +9,29 @@ from __future__ import annotations
 import asyncio
 import itertools
 import signal
-from typing import Any
 
 import pytest
 
 from kvferry.deploy.launcher import AgentSpec, Cluster, Process
-from tests.helpers.client import Answer, complete, heldout, session
+from tests.helpers.client import Answer, complete, mixed_bodies, session
 from tests.helpers.metrics import Samples, scrape, total
 from tests.system.conftest import StartCluster
 
 LEASE_S = 20.0
 CONCURRENCY = 12
 DRAIN_S = 60.0
-
-
-def bodies() -> list[dict[str, Any]]:
-    """Streams that take a second or so, and plain requests, some of them with several choices."""
-    return [
-        {
-            "model": "ferry-tiny",
-            "prompt": prompt.prompt,
-            "seed": index,
-            "max_tokens": 64 if index % 2 else 16,
-            "ignore_eos": True,
-            "stream": bool(index % 2),
-            "n": 3 if index % 5 == 0 else 1,
-        }
-        for index, prompt in enumerate(heldout(12))
-    ]
+ASKED = mixed_bodies(12, 64)
 
 
 async def load(url: str, ended: asyncio.Event, answers: list[tuple[int, object]]) -> None:
     """Keep `CONCURRENCY` requests under way until `ended`; note each one's answer or what it raised."""
-    asked = bodies()
-    order = itertools.cycle(range(len(asked)))
+    order = itertools.cycle(range(len(ASKED)))
 
     async def client() -> None:
         while not ended.is_set():
             index = next(order)
             try:
-                answers.append((index, await complete(http, url, asked[index])))
+                answers.append((index, await complete(http, url, ASKED[index])))
             except Exception as error:  # noqa: BLE001 (each is one request's answer)
                 answers.append((index, error))
 
@@ -92,7 +75,7 @@ async def test_agents_are_replaced_under_load_and_nobody_notices(
     args = ("--lease-s", str(LEASE_S), "--transfer", transfer)
     async with start_cluster(args=args, proxy_args=proxy_args) as cluster:
         async with session() as http:
-            expected = await asyncio.gather(*(complete(http, cluster.url, body) for body in bodies()))
+            expected = await asyncio.gather(*(complete(http, cluster.url, body) for body in ASKED))
         answers: list[tuple[int, object]] = []
         ended = asyncio.Event()
         loading = asyncio.ensure_future(load(cluster.url, ended, answers))

@@ -21,7 +21,7 @@ import pytest
 
 from kvferry.deploy.drain import drain
 from kvferry.deploy.launcher import LISTENING_TIMEOUT_S, STOP_GRACE_S, Process, start_process
-from tests.helpers.client import Answer, RequestFailed, StreamCut, complete, heldout, session
+from tests.helpers.client import Answer, RequestFailed, StreamCut, complete, mixed_bodies, session
 from tests.helpers.metrics import Samples, is_shown, scrape, total
 from tests.helpers.waiting import patient
 from tests.system.conftest import COMMON_ARGS, MODEL
@@ -37,22 +37,6 @@ Body = Callable[[], dict[str, Any]]
 """Makes one request's body."""
 LOST = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, StreamCut)
 """How a client learns that its proxy has died."""
-
-
-def bodies() -> list[dict[str, Any]]:
-    """Streams that take a second or so, and plain requests, some of them with several choices."""
-    return [
-        {
-            "model": MODEL,
-            "prompt": prompt.prompt,
-            "seed": index,
-            "max_tokens": 48 if index % 2 else 16,
-            "ignore_eos": True,
-            "stream": bool(index % 2),
-            "n": 3 if index % 5 == 0 else 1,
-        }
-        for index, prompt in enumerate(heldout(16))
-    ]
 
 
 class Fleet:
@@ -252,7 +236,7 @@ async def loaded(
     fleet: Fleet, concurrency: int, at_least: int, asked: Sequence[Body] | None = None
 ) -> AsyncIterator[Load]:
     """Keep the fleet under load while the context is open, and until there were enough requests."""
-    asked = asked or [body.copy for body in bodies()]
+    asked = asked or [body.copy for body in mixed_bodies(16, 48)]
     async with session() as http:
         expected = await asyncio.gather(*(complete(http, fleet.urls[0], body()) for body in asked))
     load = Load(fleet.urls, concurrency, at_least, fleet.deadline_s, asked, list(expected))

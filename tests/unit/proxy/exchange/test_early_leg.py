@@ -135,15 +135,6 @@ async def test_the_decode_leg_is_there_before_the_prefill_has_ended(stage: Stage
     assert stage.metric("kvferry_proxy_streamed_pulls_total") == 1
 
 
-async def test_the_first_token_does_not_wait_for_the_decode_leg(stage: Stage) -> None:
-    """Design §5.4: TTFT is the prefill's."""
-    _, decode = await stage.pair()
-    decode.faults.append(Fault("decode", "hang"))
-    async with stage.post({**BODY, "stream": True}) as response:
-        assert b'"text":" ' in await response.content.readuntil(b"\n\n")
-    await decode.until(lambda: decode.aborted)
-
-
 async def test_a_limit_of_one_token_is_one_leg(stage: Stage) -> None:
     agents = list(await stage.pair())
     await stage.ask({**BODY, "max_tokens": 1})

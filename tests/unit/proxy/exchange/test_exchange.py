@@ -83,8 +83,12 @@ async def test_a_choice_ends_once_and_the_ids_of_all_chunks_agree(stage: Stage) 
     assert streamed.events[-1]["usage"]["completion_tokens"] == 10
 
 
-async def test_the_first_token_does_not_wait_for_the_decode_leg(stage: Stage) -> None:
-    """Design §5.4: TTFT is the prefill's."""
+@pytest.mark.parametrize("settings", [{}, {"stream_pull_min_tokens": 1}], ids=["after", "early"])
+async def test_the_first_token_does_not_wait_for_the_decode_leg(
+    start_stage: StartStage, settings: dict[str, Any]
+) -> None:
+    """TTFT is the prefill's, also where the decode leg begins before the prefill has ended."""
+    stage = await start_stage(**settings)
     _, decode = await stage.pair()
     decode.faults.append(Fault("decode", "hang"))
     async with stage.post({**BODY, "stream": True}) as response:
