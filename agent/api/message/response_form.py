@@ -110,7 +110,8 @@ _CALLS = (
             },
             "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
         },
-        body=re.compile(rf"\s*(?:<parameter=[^>\n]+>.*?{_PARAMETER_END}\s*)*", re.DOTALL),
+        # Atomic: it splits parameters as `tag_pattern` does, or the tries would double with each of them.
+        body=re.compile(rf"\s*(?>(?:<parameter=[^>\n]+>.*?{_PARAMETER_END}\s*)*)", re.DOTALL),
     ),
     _Entry(
         marks=("<tool_call>", "</tool_call>"),

@@ -572,6 +572,17 @@ def test_a_long_call_that_is_no_json_costs_no_square_either() -> None:
     assert len(whole.calls) == 1
 
 
+@pytest.mark.parametrize("junk", ["junk", "<parameter=days>", "</parameter>x", "<parameter=days>\n3"])
+def test_many_parameters_and_what_is_none_cost_no_power_of_their_number(junk: str) -> None:
+    """Thirty took minutes, on the event loop: one answer stopped all the others of an agent."""
+    for count in (22, 2000):
+        body = "<parameter=city>\nx\n</parameter>\n" * count + junk
+        text = f"<tool_call>\n<function=get_weather>\n{body}\n</function>\n</tool_call>"
+        began = time.process_time()
+        assert parse(wanted_for(MODELS["xml"]), [text]) == MessageDelta(content=text)
+        assert time.process_time() - began < 1
+
+
 def test_a_second_call_in_the_same_piece_is_not_looked_at() -> None:
     call = '<tool_call>{"name": "now", "arguments": {}} {"name": "now", "arguments": {"a": tru}}'
     for pieces in ([call], list(call)):
