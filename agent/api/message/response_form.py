@@ -147,6 +147,10 @@ _ANCHORS = (
 """What an assistant's message begins after, in Qwen's prompts, Llama's, DeepSeek's, Mistral's and others."""
 
 
+MAX_MARK_CHARS = 1024
+"""What has not become a mark by then is none: it is looked at again with each token."""
+
+
 @dataclass(frozen=True, slots=True)
 class Mark:
     """The text at the begin or the end of regions. One that `is_fixed` is not longer with more text."""
@@ -160,6 +164,12 @@ class Mark:
         With `last` no more text will come.
         """
         found = self.pattern.search(text, at, partial=not last)
+        while found is not None and len(text) - found.start() > MAX_MARK_CHARS:
+            begin = found.start()
+            found = self.pattern.match(text, begin, begin + MAX_MARK_CHARS)
+            if found is not None:
+                return found, len(text)
+            found = self.pattern.search(text, begin + 1, partial=not last)
         if found is None:
             return None, len(text)
         may_grow = found.end() == len(text) and not (self.is_fixed and found.start() < found.end())

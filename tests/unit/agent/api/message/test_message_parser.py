@@ -563,6 +563,44 @@ def test_no_text_costs_the_square_of_its_length(text: str) -> None:
     assert whole.calls or whole.content == text
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("llama", " "),
+        ("llama", "\n{ "),
+        ("llama", "<|python_tag|>{ "),
+        ("xml", "<tool_call> "),
+        ("xml", "<tool_call>\n<function=a"),
+        ("xml", "<tool_call>\n<function=now>\n</function> "),
+        ("mistral", "[TOOL_CALLS] "),
+        ("mistral", "[TOOL_CALLS]now[CALL_ID]a"),
+        ("mistral, a list", "[TOOL_CALLS][ "),
+        ("hermes", "<tool_call> "),
+    ],
+)
+def test_what_may_yet_become_a_mark_costs_no_square(name: str, text: str) -> None:
+    """A client that allows space alone made each token of a long answer cost 4 ms, in each choice."""
+    text += text[-1] * 40_000
+    for pieces in ([text], [text[at : at + 4] for at in range(0, len(text), 4)]):
+        began = time.process_time()
+        assert parse(wanted_for(MODELS[name]), pieces) == MessageDelta(content=text)
+        assert time.process_time() - began < 3
+
+
+@pytest.mark.parametrize("length", [900, 1000, 1010, 1020, 1023, 1024, 1025, 1100])
+def test_how_long_a_mark_may_be_does_not_depend_on_the_pieces(length: int) -> None:
+    for name, text in (
+        ("llama", " " * length + '{"name": "now", "parameters": {}}'),
+        ("llama", "{" + " " * length + '"name": "now", "parameters": {}}'),
+        ("xml", "<tool_call>" + " " * length + "<function=now></function></tool_call>"),
+        ("xml", "<tool_call><function=now></function>" + " " * length + "</tool_call> So."),
+    ):
+        whole = parse(wanted_for(MODELS[name]), [text])
+        for pieces in (list(text), [text[at : at + 7] for at in range(0, len(text), 7)]):
+            assert parse(wanted_for(MODELS[name]), pieces) == whole, name
+        assert len(whole.calls) == (length < 1000) or length in range(1000, 1025)
+
+
 def test_a_long_call_that_is_no_json_costs_no_square_either() -> None:
     body = "<parameter=city>\n" + "x </func " * 20_000 + "\n</parameter>"
     text = f"<tool_call>\n<function=get_weather>\n{body}\n</function>\n</tool_call>"
