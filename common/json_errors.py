@@ -73,7 +73,7 @@ def explain(error: BaseException, where: str = "", whole: str = "the body") -> J
         return JsonProblem(name, f"{name} is missing", "missing_field")
     if named := _UNKNOWN.fullmatch(text):
         name = _joined(field, f".{_short(named['name'])}")
-        return JsonProblem(field or None, f"{name} is not a known field", "unknown_field")
+        return JsonProblem(name, f"{name} is not a known field", "unknown_field")
     name = field.removesuffix("[...]") or whole
     if value := _VALUE.fullmatch(text):
         return JsonProblem(

@@ -29,6 +29,7 @@ MAX_MEMBERS = 32768
 MAX_MESSAGES_CHECKED = 16384
 """Of a chat with more objects than these in it, roles are left to the agent to check."""
 _CACHE_SALT_BYTES = 16
+_SHOWN_CHARS = 64
 _NOT_GIVEN = (b"", b"null")
 _EMPTY = (b'""', b"[]")
 _SPACE = b" \t\r\n"
@@ -159,8 +160,9 @@ _CACHE_SALT = msgspec.json.Decoder(Annotated[str, Meta(min_length=1, max_length=
 
 def check_encoding(coding: str | None) -> None:
     """Check a request's `Content-Encoding`. Raises `UnsupportedEncoding`: no body is decompressed."""
-    if coding is not None and coding.lower() != "identity":
-        raise UnsupportedEncoding(f"the body is compressed ({coding}): send it as it is")
+    codings = {each.strip().lower() for each in (coding or "").split(",")}
+    if coding is not None and not codings <= {"", "identity"}:
+        raise UnsupportedEncoding(f"the body is compressed ({coding[:_SHOWN_CHARS]}): send it as it is")
 
 
 def parse_request(endpoint: Endpoint, raw: bytes) -> ClientRequest:

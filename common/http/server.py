@@ -370,7 +370,7 @@ class GuardedConnection(HttpToolsProtocol):
         self._num_chunks = 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self.headers.append((name.lower(), value))
+        self.headers.append((name.lower(), value.rstrip(b" \t")))  # the parser strips in front alone
 
     def on_headers_complete(self) -> None:
         self._head_room = sys.maxsize

@@ -79,6 +79,22 @@ def test_what_is_wrong_is_said_once_and_in_plain_words(member: str, message: str
 
 
 @pytest.mark.parametrize(
+    ("member", "field"),
+    [
+        ('"zz": 1', "zz"),
+        ('"parts": [{"type": "a", "q": 1}]', "parts[0].q"),
+        ('"n": 0', "n"),
+        ('"parts": [{"type": "c"}]', "parts[0].type"),
+        ('"bias": {"a": 1}', "bias"),
+    ],
+)
+def test_the_field_is_named_apart(member: str, field: str) -> None:
+    """As an error's `param`: that of an unknown field was null, or the object around it."""
+    assert problem(f'{{"must": "", {member}}}').field == field
+    assert problem(f'{{"must": "", {member}}}', "tools[1]").field == f"tools[1].{field}"
+
+
+@pytest.mark.parametrize(
     ("raw", "message", "code"),
     [
         ("{}", "must is missing", "missing_field"),

@@ -99,9 +99,9 @@ class Recorder:
         await send({"type": "http.response.body", "body": b""})
 
 
-async def read(pieces: list[bytes]) -> tuple[list[Seen], list[int], bool]:
+async def read(pieces: list[bytes], app: Any = None) -> tuple[list[Seen], list[int], bool]:
     """Feed a connection; return what the application saw, the statuses, and whether it was closed."""
-    app = Recorder()
+    app = app or Recorder()
     config = uvicorn.Config(cast(Any, app), ws="none", lifespan="off", log_config=None)
     connection = GuardedConnection(
         config=config, server_state=ServerState(), app_state={}, head_s=60.0, bounds=ServerBounds()
@@ -115,7 +115,7 @@ async def read(pieces: list[bytes]) -> tuple[list[Seen], list[int], bool]:
     closed = socket.is_closed
     connection.connection_lost(None)
     await idle(connection)
-    return app.seen, [status for status in socket.statuses if status != 100], closed
+    return getattr(app, "seen", []), [status for status in socket.statuses if status != 100], closed
 
 
 async def idle(connection: GuardedConnection) -> None:
@@ -204,6 +204,26 @@ async def test_every_split(offer: str, framing: str) -> None:
     expected = by_h11(whole)
     for at in range(1, len(whole)):
         await check([whole[:at], whole[at:]], expected, may_be_refused("POST", offer, framing))
+
+
+async def test_space_around_a_value_is_none_of_it() -> None:
+    """RFC 9112 §5: it is optional on both sides. A `Host` with it was no name of the server."""
+    fields = b"Expect: \t100-continue \t \r\nX-Own:  a b \t\r\nContent-Length: 3 \r\nX-Empty: \r\n"
+    found: dict[bytes, bytes] = {}
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        found.update(scope["headers"])
+        await Recorder()(scope, receive, send)
+
+    _, statuses, _ = await read([head("POST", fields) + b"abc"], app)
+    assert statuses == [200]
+    assert found == {
+        b"host": b"x",
+        b"expect": b"100-continue",
+        b"x-own": b"a b",
+        b"content-length": b"3",
+        b"x-empty": b"",
+    }
 
 
 @pytest.mark.parametrize("offer", OFFERS)

@@ -100,10 +100,16 @@ async def test_a_compressed_body_is_a_415(stage: Stage, path: str, coding: str) 
     assert not prefill.asked and not decode.asked
 
 
-async def test_a_body_may_say_that_it_is_not_compressed(stage: Stage) -> None:
+@pytest.mark.parametrize("coding", ["Identity", "identity \t", "", "identity, identity"])
+async def test_a_body_may_say_that_it_is_not_compressed(stage: Stage, coding: str) -> None:
     await stage.pair()
-    async with stage.post(BODY, headers={"Content-Encoding": "Identity"}) as response:
+    async with stage.post(BODY, headers={"Content-Encoding": coding}) as response:
         assert response.status == 200
+
+
+async def test_an_error_repeats_little_of_a_coding(stage: Stage) -> None:
+    async with stage.post(BODY, headers={"Content-Encoding": "x" * 3000}) as response:
+        assert response.status == 415 and len(await response.read()) < 400
 
 
 async def test_a_large_body_is_parsed_beside_the_event_loop(
