@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta, Raw, field
 
 from kvferry.common.hashing import Purpose, digest
+from kvferry.common.http.refusals import encoding_refusal
 from kvferry.common.json_errors import check_utf8
 from kvferry.proxy.errors import NOT_JSON, InvalidRequest, UnsupportedEncoding
 from kvferry.proxy.ids import Endpoint
@@ -29,7 +30,6 @@ MAX_MEMBERS = 32768
 MAX_MESSAGES_CHECKED = 16384
 """Of a chat with more objects than these in it, roles are left to the agent to check."""
 _CACHE_SALT_BYTES = 16
-_SHOWN_CHARS = 64
 _NOT_GIVEN = (b"", b"null")
 _EMPTY = (b'""', b"[]")
 _SPACE = b" \t\r\n"
@@ -160,9 +160,8 @@ _CACHE_SALT = msgspec.json.Decoder(Annotated[str, Meta(min_length=1, max_length=
 
 def check_encoding(coding: str | None) -> None:
     """Check a request's `Content-Encoding`. Raises `UnsupportedEncoding`: no body is decompressed."""
-    codings = {each.strip().lower() for each in (coding or "").split(",")}
-    if coding is not None and not codings <= {"", "identity"}:
-        raise UnsupportedEncoding(f"the body is compressed ({coding[:_SHOWN_CHARS]}): send it as it is")
+    if refusal := encoding_refusal(coding):
+        raise UnsupportedEncoding(refusal)
 
 
 def parse_request(endpoint: Endpoint, raw: bytes) -> ClientRequest:

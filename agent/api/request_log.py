@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from werkzeug.exceptions import HTTPException
 
 from kvferry.agent.api.generation import Delta, Generation
 from kvferry.agent.api.metrics import AgentMetrics
@@ -83,6 +84,9 @@ class RequestLogEntry:
             yield
         except ApiError as error:
             self.close(error.status, error.code)
+            raise
+        except HTTPException as error:
+            self.close(error.code or 500)
             raise
         except (asyncio.CancelledError, GeneratorExit):
             self.close(CLIENT_GONE)

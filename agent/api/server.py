@@ -38,6 +38,7 @@ from kvferry.agent.ids import MAX_ID_CHARS, AnswerId, RequestId, is_plain_id, mi
 from kvferry.common.addresses import host_port
 from kvferry.common.exceptions import NOT_JSON
 from kvferry.common.http.browser_guard import AllowedHosts, BrowserGuard
+from kvferry.common.http.refusals import encoding_refusal, plain_message
 from kvferry.common.http.server import GuardedConnection, HttpServer, ServerBounds
 from kvferry.common.json_errors import explain
 from kvferry.proxy.wire.registration import Incarnation
@@ -235,7 +236,7 @@ def create_app(
     @app.errorhandler(HTTPException)
     async def on_http_exception(error: HTTPException) -> Response:
         code = error.name.lower().replace(" ", "_")
-        return await on_api_error(ApiError(error.code or 500, code, error.description or error.name))
+        return await on_api_error(ApiError(error.code or 500, code, plain_message(error, request.method)))
 
     return app
 
@@ -293,9 +294,8 @@ async def _read_body() -> bytes:
     """Read the request's body. Raises 415 when it is compressed; Quart raises 413 when it is over the limit,
     408 when it does not come.
     """
-    coding = request.headers.get("Content-Encoding", "identity")
-    if coding.lower() != "identity":
-        raise ApiError(415, "unsupported_media_type", f"the body is compressed ({coding}): send it as it is")
+    if refusal := encoding_refusal(request.headers.get("Content-Encoding")):
+        raise ApiError(415, "unsupported_media_type", refusal)
     try:
         data = await request.get_data(cache=False)
     finally:

@@ -7,6 +7,7 @@ import asyncio
 import json
 
 import pytest
+from werkzeug.exceptions import RequestEntityTooLarge, RequestTimeout
 
 from kvferry.agent.api.metrics import AgentMetrics
 from kvferry.agent.api.request_log import CLIENT_GONE, RequestLogEntry
@@ -29,6 +30,8 @@ def test_a_prompt_that_is_to_be_logged_is_cut(caplog: pytest.LogCaptureFixture) 
         (bad_request("no"), 400),
         (asyncio.CancelledError(), CLIENT_GONE),
         (GeneratorExit(), CLIENT_GONE),
+        (RequestEntityTooLarge(), 413),
+        (RequestTimeout(), 408),
         (RuntimeError(), 500),
     ],
 )

@@ -656,6 +656,24 @@ async def test_bad_input_gets_its_status_and_openais_error_shape(
 
 
 @pytest.mark.parametrize(
+    ("path", "raw", "status", "message"),
+    [
+        ("/v1/embeddings", b"{}", 404, "there is nothing at this path"),
+        ("/v1/completions/", b"{}", 404, "there is nothing at this path"),
+        ("/metrics", b"{}", 405, "POST is not allowed for this path"),
+        ("/v1/models", b"{}", 405, "POST is not allowed for this path"),
+        ("/v1/completions", b" " * 100_001, 413, "the body is too large"),
+    ],
+)
+async def test_what_the_framework_refuses_is_said_in_words_for_an_api(
+    agent: Agent, path: str, raw: bytes, status: int, message: str
+) -> None:
+    """F15: "If you entered the URL manually please check your spelling", it said."""
+    got, answer, _ = await agent.post(path, raw)
+    assert (got, answer["error"]["message"]) == (status, message)
+
+
+@pytest.mark.parametrize(
     "path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/kv/drop"]
 )
 async def test_a_compressed_body_is_a_415(agent: Agent, path: str) -> None:
@@ -665,8 +683,9 @@ async def test_a_compressed_body_is_a_415(agent: Agent, path: str) -> None:
     assert (status, answer["error"]["code"]) == (415, "unsupported_media_type")
     assert "gzip" in answer["error"]["message"]
     assert headers["Accept-Encoding"] == "identity"
-    status, _, _ = await agent.post("/v1/completions", agent.body(), **{"Content-Encoding": "identity"})
-    assert status == 200
+    for coding in ("identity", "", "Identity, identity "):
+        status, _, _ = await agent.post("/v1/completions", agent.body(), **{"Content-Encoding": coding})
+        assert status == 200
 
 
 async def test_an_effort_that_no_template_reads_may_be_a_hint(agent: Agent) -> None:
