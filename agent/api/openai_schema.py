@@ -265,7 +265,7 @@ class _ToolCall(msgspec.Struct, frozen=True):
 
     function: _CalledFunction
     id: str | None = None
-    type: Literal["function"] = "function"
+    type: Literal["function"] | None = None
 
 
 class ChatBody(GenerationBody, frozen=True, kw_only=True):
@@ -731,9 +731,9 @@ def _tool_call(call: _ToolCall) -> dict[str, Any] | None:
     arguments = call.function.arguments
     if not isinstance(arguments, dict):
         try:
-            arguments = msgspec.json.decode(arguments or "{}", type=dict[str, Any])
+            arguments = msgspec.json.decode(arguments or "{}", type=dict[str, Any] | None) or {}
         except NOT_JSON as error:
-            if not str(arguments).startswith("{"):
+            if not str(arguments).lstrip().startswith("{"):
                 raise _wrong_calls(error) from error
             return None
     identity = {} if call.id is None else {"id": call.id}

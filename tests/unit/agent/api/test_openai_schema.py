@@ -409,6 +409,7 @@ def test_arguments_of_calls_are_what_templates_write_as_json() -> None:
         return chat_messages(body)[0]["tool_calls"][0]["function"]["arguments"]
 
     assert [shown(each) for each in ('{"a": [1]}', {"a": 1}, "")] == [{"a": [1]}, {"a": 1}, {}]
+    assert [shown(each) for each in (None, "null", " {} ")] == [{}, {}, {}]
     for wrong in ("[1]", "7", "a"):
         with pytest.raises(ApiError, match="arguments"):
             shown(wrong)
@@ -483,9 +484,10 @@ def test_an_assistant_may_have_said_nothing() -> None:
             chat_messages(chat(messages=[{"role": role, "content": None}]))
 
 
-@pytest.mark.parametrize("arguments", ['{"a": ', '{"a": 1e999}', '{"a": "\\ud800"}', "{" * 5000])
+@pytest.mark.parametrize("arguments", ['{"a": ', '\n {"a": ', '{"a": 1e999}', '{"a": "\\ud800"}', "{" * 5000])
 def test_a_call_that_was_cut_off_is_content(arguments: str) -> None:
-    calls = [{"id": "1", "function": {"name": "f", "arguments": text}} for text in ("{}", arguments)]
+    functions = [{"name": "f", "arguments": text} for text in ("{}", arguments)]
+    calls = [{"id": "1", "type": None, "function": function} for function in functions]
     (shown,) = chat_messages(chat(messages=[{"role": "assistant", "content": "So:", "tool_calls": calls}]))
     assert [call["function"]["arguments"] for call in shown["tool_calls"]] == [{}]
     assert shown["content"] == f'So:\n{{"name": "f", "arguments": {arguments}'
