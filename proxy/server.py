@@ -26,6 +26,7 @@ from kvferry.proxy.api.completions import APIS, Completions
 from kvferry.proxy.api.dashboard import EVENTS_PATH, UNREAD_S, DashboardFeed
 from kvferry.proxy.api.operator.commands import OperatorApi
 from kvferry.proxy.api.tokenizing import TokenizerRelay
+from kvferry.proxy.api.translations.messages import connection_error
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.dialects.catalogue import all_dialects
 from kvferry.proxy.dialects.fields import allowed_fields
@@ -277,6 +278,7 @@ def _uvicorn_config(services: Services, tls: ssl.SSLContext | None) -> uvicorn.C
                 bounds=ServerBounds(),
                 last_request_s=LAST_REQUEST_S,
                 browser_guard=BrowserGuard(hosts, cors.allows),
+                error_body=connection_error,
                 stall_s=config.client_stall_s,
                 unread_s={EVENTS_PATH: UNREAD_S},
                 cors=cors if config.cors_origins else None,

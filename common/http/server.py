@@ -15,7 +15,7 @@ import socket
 import struct
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
@@ -81,7 +81,18 @@ _MORE_HEADERS: dict[int, tuple[Header, ...]] = {
 }
 """Of a response with this status that is an error of the guard's."""
 
+ErrorBody = Callable[[bytes, int, str, str], bytes]
+"""Makes the body of an error of the guard's, of the request's target (empty before it is known), the status,
+the code and the message.
+"""
+
 logger = logging.getLogger(__name__)
+
+
+def openai_error(target: bytes, status: int, code: str, message: str) -> bytes:
+    """Make the body of an error in OpenAI's shape (`ErrorBody`)."""
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": code}})
 
 
 class RequestRejected(Exception):
@@ -275,6 +286,7 @@ class GuardedConnection(HttpToolsProtocol):
         last_request_s: When the server stops, how long a connection without a request may still send one: it
             may be on its way. 0 closes such connections at once.
         browser_guard: Refuses what pages of other sites cause; None serves it.
+        error_body: Makes the bodies of errors.
     """
 
     def __init__(
@@ -284,9 +296,11 @@ class GuardedConnection(HttpToolsProtocol):
         bounds: ServerBounds,
         last_request_s: float = 0.0,
         browser_guard: BrowserGuard | None = None,
+        error_body: ErrorBody = openai_error,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
+        self._error_body = error_body
         self._browser_guard = browser_guard
         self._head_s = head_s
         self._last_request_s = last_request_s
@@ -545,9 +559,7 @@ class GuardedConnection(HttpToolsProtocol):
             self._send_error(status, code, message)
 
     def _send_error(self, status: int, code: str, message: str) -> None:
-        kind = "server_error" if status >= 500 else "invalid_request_error"
-        error = {"message": message, "type": kind, "param": None, "code": code}
-        body = msgspec.json.encode({"error": error})
+        body = self._error_body(self.url or b"", status, code, message)
         content = ((b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), CLOSE)
         more = _MORE_HEADERS.get(status, ())
         head = response_head(status, (*self.server_state.default_headers, *content, *more))

@@ -17,6 +17,7 @@ import msgspec
 from msgspec import Meta, Raw, field
 
 from kvferry.common.exceptions import NOT_JSON
+from kvferry.common.http.server import openai_error
 from kvferry.proxy.api.translations import chat
 from kvferry.proxy.errors import BadResponse, InvalidRequest, ProxyError
 
@@ -313,6 +314,14 @@ def error_body(error: ProxyError) -> bytes:
     """The body of an error."""
     kind = _ERROR_TYPES.get(error.status, error.kind if error.status < 500 else "api_error")
     return msgspec.json.encode(_error(kind, chat.failure(error.body()).message))
+
+
+def connection_error(target: bytes, status: int, code: str, message: str) -> bytes:
+    """The body of an error of a client's connection (`ErrorBody`), for any endpoint."""
+    if PATH.encode() not in target.partition(b"?")[0]:
+        return openai_error(target, status, code, message)
+    kind = "api_error" if status >= 500 else "invalid_request_error"
+    return msgspec.json.encode(_error(_ERROR_TYPES.get(status, kind), message))
 
 
 class MessagesRewriter(chat.StreamRewriter):
