@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import signal
 import socket
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
@@ -14,12 +15,18 @@ from pathlib import Path
 import aiohttp
 
 POLL_S = 0.2
+_FIRST_PORT, _LAST_PORT = 20_000, 32_000
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on now, for a server that cannot choose one itself."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
+    """Return a port that nobody listens on now, for a server that cannot choose one itself.
+
+    Such a server may bind it minutes later. So it is none of those that the kernel chooses for others.
+    """
+    while True:
+        port = _FIRST_PORT + secrets.randbelow(_LAST_PORT - _FIRST_PORT)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 @asynccontextmanager
