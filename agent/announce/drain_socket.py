@@ -18,37 +18,42 @@ DRAIN, DRAINED = b"drain\n", b"drained\n"
 
 
 class Drainer:
-    """The starter's end.
+    """The starter's end. Each data-parallel rank of the server connects.
 
     Args:
-        stop: Made when the server has drained.
+        stop: Made when all ranks have drained.
     """
 
     def __init__(self, stop: StopRequest) -> None:
         self._stop = stop
-        self._server: asyncio.StreamWriter | None = None
+        self._ranks: set[asyncio.StreamWriter] = set()
         self._over = asyncio.Event()
 
     @asynccontextmanager
     async def listening(self, path: Path) -> AsyncIterator[None]:
-        """Accept the server's connection on `path` while the context is open. Raises OSError."""
+        """Accept the ranks' connections on `path` while the context is open. Raises OSError."""
         async with await asyncio.start_unix_server(self._serve, path):
             yield
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._server = writer
+        self._ranks.add(writer)
         self._over.clear()
+        has_drained = False
         try:
-            if await reader.readline() == DRAINED:
-                self._stop.make()
+            has_drained = await reader.readline() == DRAINED
         finally:
-            self._over.set()
+            self._ranks.discard(writer)
             writer.close()
+            if not self._ranks:
+                self._over.set()
+        if has_drained and not self._ranks:
+            self._stop.make()
 
     async def drain(self) -> None:
         """Have the server drain, and wait until it has. A server that is not there, or goes, has."""
-        if self._server is not None and not self._server.is_closing():
-            self._server.write(DRAIN)
+        if self._ranks:
+            for rank in self._ranks:
+                rank.write(DRAIN)
             await self._over.wait()
 
 

@@ -54,6 +54,7 @@ class Server:
     Attributes:
         address: URL of its API; `host`: at which other engines reach its plane.
         api: Host and port at which this process finds the API.
+        dp_rank: As in `Register`.
     """
 
     dialect: str
@@ -72,6 +73,7 @@ class Server:
     max_running: int
     device: str
     name: str = ""
+    dp_rank: int | None = None
 
 
 class Announcement:
@@ -175,6 +177,7 @@ class Announcement:
             max_model_len=server.max_model_len,
             tp_size=server.tp_size,
             dp_size=1,
+            dp_rank=server.dp_rank,
             transfers=plane.transfers,
             host_id=self._host_id,
             geometry=self._geometry,

@@ -159,6 +159,7 @@ class KvferryConnectorScheduler:
         incarnation: str,
         host: str,
         tp_size: int,
+        dp_rank: int = 0,
         groups: Sequence[KvGroup],
         lends: bool,
         fetches: bool,
@@ -175,6 +176,7 @@ class KvferryConnectorScheduler:
         self._incarnation = incarnation
         self._host = host
         self._tp_size = tp_size
+        self._dp_rank = dp_rank
         self._groups = tuple(groups)
         self._keeps_all = all(group.keeps_all for group in groups)
         self._lends = lends
@@ -410,6 +412,7 @@ class KvferryConnectorScheduler:
             port=self._plane.control_port,
             num_tokens=num_tokens,
             tp_size=self._tp_size,
+            dp_rank=self._dp_rank,
             continuable=self._is_continuable(request),
         )
         blocks = all_blocks(runs)

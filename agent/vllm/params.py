@@ -100,6 +100,7 @@ def lent_params(
     port: int,
     num_tokens: int,
     tp_size: int,
+    dp_rank: int,
     continuable: bool,
 ) -> dict[str, Any]:
     """What a prefill server answers: a decode leg's params, to be sent as they are.
@@ -116,6 +117,6 @@ def lent_params(
         "remote_port": port,
         "remote_num_tokens": num_tokens,
         "remote_tp_size": tp_size,
-        "remote_dp_rank": 0,
+        "remote_dp_rank": dp_rank,
         "continuable": continuable,
     }

@@ -37,7 +37,8 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         advertise_url: URL at which proxies reach this server's API; needed with `proxy`.
         advertise_host: Host at which other engines reach this one; that of `advertise_url` when not given.
         bind_host: Address that the transfer plane binds; `advertise_host` when not given.
-        control_port: Port of the control channel; 0 lets the OS choose.
+        control_port: Port of the control channel, which each data-parallel rank adds its number to; 0 lets
+            the OS choose.
         proxy: Discovery addresses of the proxies to announce to: HOST:PORT, or dns:NAME[:PORT] for every
             address of a name, which is looked up again and again.
         name: Name of this server on operators' pages; its address when not given.
@@ -124,26 +125,29 @@ def check_version(version: str) -> None:
         raise NotServed(f"vLLM {version} is outside of the served range {served}")
 
 
+def dp_rank_of(config: Any) -> int | None:
+    """The number by which the API of this engine (`config` is its `VllmConfig`) knows it among its
+    data-parallel ranks, as `X-data-parallel-rank` says it; None where there is but one.
+    """
+    parallel, engine_id = config.parallel_config, str(config.kv_transfer_config.engine_id)
+    index = int(getattr(parallel, "data_parallel_index", 0))
+    # In the engines of a dense model vLLM sets data_parallel_size back to 1: only the other two are left.
+    if parallel.data_parallel_size == 1 and not index and not _OF_SEVERAL_ENGINES.search(engine_id):
+        return None
+    if getattr(parallel, "local_engines_only", False):  # hybrid or external load balancing
+        return int(parallel.data_parallel_rank_local or 0)
+    return index
+
+
 def check_served(version: str, config: Any) -> None:
     """Raise `NotServed` for a configuration (`VllmConfig`) under which a request could go wrong, or that was
     never tried.
     """
     parallel, model, cache = config.parallel_config, config.model_config, config.cache_config
     check_version(version)
-    for name in (
-        "data_parallel_size",
-        "decode_context_parallel_size",
-        "prefill_context_parallel_size",
-        "nnodes",
-    ):
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size", "nnodes"):
         if getattr(parallel, name, 1) != 1:
             raise NotServed(f"{name} must be 1, got {getattr(parallel, name)}")
-    # In the engines of a dense model vLLM sets data_parallel_size back to 1: only these two are left.
-    index, engine_id = getattr(parallel, "data_parallel_index", 0), config.kv_transfer_config.engine_id
-    if index or _OF_SEVERAL_ENGINES.search(str(engine_id)):
-        raise NotServed(
-            f"data_parallel_size must be 1: this is engine {index} of several (engine_id {engine_id})"
-        )
     if str(getattr(parallel, "distributed_executor_backend", "")) == "ray":
         raise NotServed("distributed_executor_backend must not be ray: an engine's ranks must be on one host")
     if getattr(model, "enable_sleep_mode", False):

@@ -17,7 +17,7 @@ from kvferry.agent.vllm.connector_worker import RankFacts
 from kvferry.agent.vllm.identity import geometry_of, is_continuable, tokenizer_of, weights_of
 from kvferry.agent.vllm.kv_groups import KvGroup
 from kvferry.agent.vllm.plane_thread import PlaneThread, api_process
-from kvferry.agent.vllm.settings import ConnectorSettings
+from kvferry.agent.vllm.settings import ConnectorSettings, dp_rank_of
 from kvferry.common.curve import ClusterKey
 from kvferry.proxy.wire.registration import Role
 from kvferry.transfer.plane import PlaneConfig
@@ -69,12 +69,13 @@ def start_connector_scheduler(
         num_blocks=first.num_blocks,
         max_running=config.scheduler_config.max_num_seqs,
         device=first.device,
+        dp_rank=dp_rank_of(config),
     )
     key = ClusterKey.read(Path(settings.cluster_key)) if settings.cluster_key is not None else None
     plane_config = PlaneConfig(
         incarnation=server.incarnation,
         bind_host=settings.bound_host,
-        control_port=settings.control_port,
+        control_port=settings.control_port and settings.control_port + _dp_index(config),
         advertise_host=settings.advertised_host,
         transfer=settings.transfer,
         lease_s=settings.lease_s,
@@ -92,6 +93,7 @@ def start_connector_scheduler(
         incarnation=server.incarnation,
         host=settings.advertised_host,
         tp_size=len(ranks),
+        dp_rank=server.dp_rank or 0,
         groups=groups,
         lends=role != "decode",
         fetches=role != "prefill",
@@ -116,6 +118,11 @@ def start_connector_scheduler(
     else:
         plane.start()
     return plane, scheduler
+
+
+def _dp_index(config: Any) -> int:
+    """Of all data-parallel ranks, on whatever hosts."""
+    return int(getattr(config.parallel_config, "data_parallel_index", 0))
 
 
 def served_name(model_config: Any) -> str:

@@ -7,7 +7,6 @@ import asyncio
 import logging
 from collections.abc import Callable
 from itertools import islice
-from urllib.parse import urlsplit
 
 from kvferry.common.telemetry.recurring_warnings import RecurringWarnings
 from kvferry.proxy.fleet.pairing import Mismatch
@@ -84,5 +83,5 @@ class FleetWarnings:
 
 def _called(name: str, address: str) -> str:
     """The agent by its name, if it has one, and address."""
-    host_port = urlsplit(address).netloc
-    return f"{name} at {host_port}" if name else host_port
+    location = address.partition("//")[2]
+    return f"{name} at {location}" if name else location

@@ -15,6 +15,8 @@ def vllm_config(**changes: Any) -> Any:
             "pipeline_parallel_size": 1,
             "data_parallel_size": 1,
             "data_parallel_index": 0,
+            "data_parallel_rank_local": None,
+            "local_engines_only": False,
             "decode_context_parallel_size": 1,
             "prefill_context_parallel_size": 1,
             "nnodes": 1,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvferry.agent.vllm.identity import is_continuable
-from kvferry.agent.vllm.settings import NotServed, check_served, read_settings, role_of
+from kvferry.agent.vllm.settings import NotServed, check_served, dp_rank_of, read_settings, role_of
 from tests.unit.agent.vllm.configs import vllm_config
 
 
@@ -21,11 +21,6 @@ def test_what_is_served_passes(version: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"data_parallel_size": 2}, "data_parallel_size"),
-        # A dense model's, whose engines have data_parallel_size 1: the second, and each by its engine_id.
-        ({"data_parallel_index": 1}, "data_parallel_size must be 1: this is engine 1"),
-        ({"engine_id": "a_dp0"}, "data_parallel_size must be 1: .*engine_id a_dp0"),
-        ({"data_parallel_index": 12, "engine_id": "a_dp12"}, "data_parallel_size must be 1"),
         ({"decode_context_parallel_size": 2}, "decode_context_parallel_size"),
         ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size"),
         ({"nnodes": 2}, "nnodes"),
@@ -49,6 +44,8 @@ def test_a_version_that_is_not_served_is_named_with_those_that_are(version: str)
     "changes",
     [
         {"pipeline_parallel_size": 2},
+        {"data_parallel_size": 2},
+        {"data_parallel_index": 1, "engine_id": "a_dp1"},
         {"use_mla": True},
         {"cache_dtype": "fp8_e4m3"},
         {"speculative_config": object()},
@@ -57,6 +54,33 @@ def test_a_version_that_is_not_served_is_named_with_those_that_are(version: str)
 )
 def test_what_large_models_are_run_with_is_served(changes: dict[str, Any]) -> None:
     check_served("0.32.0", vllm_config(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "rank"),
+    [
+        ({}, None),
+        ({"data_parallel_size": 2, "engine_id": "a_dp0"}, 0),
+        # A dense model's, whose engines have data_parallel_size 1: the second, and each by its engine_id.
+        ({"engine_id": "a_dp0"}, 0),
+        ({"data_parallel_index": 1}, 1),
+        ({"data_parallel_index": 12, "engine_id": "a_dp12", "data_parallel_rank_local": 4}, 12),
+        # With hybrid or external load balancing each API has some ranks of its own.
+        (
+            {
+                "data_parallel_index": 12,
+                "engine_id": "a_dp12",
+                "data_parallel_rank_local": 4,
+                "local_engines_only": True,
+            },
+            4,
+        ),
+        ({"data_parallel_size": 2, "data_parallel_index": 1, "local_engines_only": True}, 0),
+    ],
+    ids=str,
+)
+def test_a_rank_is_what_the_api_calls_it(changes: dict[str, Any], rank: int | None) -> None:
+    assert dp_rank_of(vllm_config(**changes)) == rank
 
 
 def test_a_model_with_states_is_served_from_030_on() -> None:

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from kvferry.agent.vllm.startup import start_connector_scheduler
 from kvferry.proxy.wire.registration import Role
 from kvferry.transfer.engine import usable
 from kvferry.transfer.layout import split_heads
+from tests.helpers.servers import free_port
 from tests.helpers.waiting import patient, wait_until
 from tests.standins.vllm_scheduler import Status, VllmRequest, VllmScheduler, prompt
 from tests.standins.vllm_specs import (
@@ -63,7 +65,7 @@ def caches(order: str, heads: int, seed: int) -> dict[str, torch.Tensor]:
     }
 
 
-def vllm_config(tp_size: int, **changes: Any) -> Any:
+def vllm_config(tp_size: int, dp_rank: int | None = None, **changes: Any) -> Any:
     text_config = SimpleNamespace(to_dict=lambda: {"rope_theta": 10000.0, "_name_or_path": str(tp_size)})
     model = SimpleNamespace(
         model="org/model", revision=None, hf_config=SimpleNamespace(_commit_hash="c"), seed=0,
@@ -79,6 +81,8 @@ def vllm_config(tp_size: int, **changes: Any) -> Any:
         cache_config=SimpleNamespace(block_size=BLOCK, cache_dtype="auto"),
         speculative_config=None,
         scheduler_config=SimpleNamespace(max_num_seqs=4),
+        parallel_config=SimpleNamespace(data_parallel_size=1, data_parallel_index=dp_rank or 0),
+        kv_transfer_config=SimpleNamespace(engine_id="e" if dp_rank is None else f"e_dp{dp_rank}"),
     )
 
 
@@ -95,9 +99,10 @@ class Server:
         seed: int,
         stages: int = 1,
         transfer: str = "tcp",
+        control_port: int = 0,
         **changes: Any,
     ) -> None:
-        settings = read_settings({"control_port": 0, "lease_s": 1.0, "transfer": transfer})
+        settings = read_settings({"control_port": control_port, "lease_s": 1.0, "transfer": transfer})
         heads = len(split_heads(HEADS, tp_size, 0))
         make = hybrid_caches if order == "hybrid" else caches
         self.caches = [make(order, heads, seed + rank) for rank in range(tp_size)]
@@ -207,6 +212,35 @@ def test_a_prompts_kv_arrives_and_the_lease_ends(orders: tuple[str, str], tp_siz
         consumer.vllm.finish(request)
         for server in (producer, consumer):
             server.vllm.check_integrity()
+
+
+def test_each_data_parallel_rank_has_a_plane_of_its_own() -> None:
+    """With one control port in the settings; a prompt is lent by the rank that has computed it."""
+    port = free_ports(2)
+    with ExitStack() as stack:
+        first, second = (
+            Server(stack, "prefill", order="LBHNC", tp_size=1, seed=rank, control_port=port, dp_rank=rank)
+            for rank in range(2)
+        )
+        consumer = Server(stack, "decode", order="LBHNC", tp_size=1, seed=9)
+        assert [server.plane.control_port for server in (first, second)] == [port, port + 1]
+        for rank, producer in enumerate((second, first)):
+            lent, theirs = lend(producer, f"t{rank}")
+            assert lent.params is not None and lent.params["remote_dp_rank"] == 1 - rank
+            request = consumer.vllm.add(VllmRequest(f"d{rank}", prompt(LENGTH), lent.params))
+            consumer.until(lambda request=request: request.status is Status.RUNNING)
+            assert torch.equal(consumer.kv(request.blocks), producer.kv(theirs))
+            consumer.vllm.finish(request)
+
+
+def free_ports(count: int) -> int:
+    """The first of so many free ports in a row."""
+    while True:
+        first = free_port()
+        with ExitStack() as stack, suppress(OSError):
+            for port in range(first, first + count):
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            return first
 
 
 def test_a_lease_that_nobody_reads_ends_and_a_late_reader_computes_the_prompt() -> None:
