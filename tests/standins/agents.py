@@ -22,7 +22,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import aiohttp
 import zmq
@@ -144,7 +144,7 @@ class StandInAgent:
     _http: aiohttp.ClientSession | None = None
     _dying: asyncio.Task[None] | None = None
 
-    async def __aenter__(self) -> StandInAgent:
+    async def __aenter__(self) -> Self:
         app = web.Application(client_max_size=2**26)
         app.on_response_prepare.append(self._add_headers)
         self.add_routes(app.router)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.agent.config import BUNDLED_MODELS
 from kvferry.deploy.doctor import command, machine
 from kvferry.deploy.doctor.fleet import clock_error
 from kvferry.deploy.doctor.machine import (
@@ -111,7 +112,7 @@ def test_a_port_that_is_taken_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_model_is_named_with_whether_it_is_served(tmp_path: Path) -> None:
     assert describe_model("ferry-tiny", 2) == (
         True,
-        f"model: ferry-tiny, Qwen3ForCausalLM, {machine.BUNDLED_MODELS / 'ferry-tiny'}: served",
+        f"model: ferry-tiny, Qwen3ForCausalLM, {BUNDLED_MODELS / 'ferry-tiny'}: served",
     )
     is_served, line = describe_model("ferry-tiny", 3)
     assert not is_served and "cannot be split evenly over 3 ranks" in line

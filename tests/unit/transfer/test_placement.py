@@ -149,7 +149,8 @@ def test_neighbours_are_one_span() -> None:
     ours, others = make("BHLNC", range(4), 1), make("BHLNC", range(4), 2)
     whole = template(ours.placement, others.placement, range(4))
     assert len(whole.spans(pair_blocks([1, 2, 3], [4, 5, 6]))) == 1
-    layers = template(*(make("LBHNC", range(4), seed).placement for seed in (1, 2)), range(4))
+    one, two = (make("LBHNC", range(4), seed).placement for seed in (1, 2))
+    layers = template(one, two, range(4))
     assert len(layers.spans(pair_blocks([1, 2, 3], [4, 5, 6]))) == LAYERS
     assert len(layers.spans(pair_blocks([], []))) == 0
 

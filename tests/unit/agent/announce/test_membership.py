@@ -14,7 +14,7 @@ import pytest
 from kvferry.agent.announce.membership import Describe, Membership, MembershipState
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.fleet.address_rules import RejectReason
-from kvferry.proxy.fleet.registry import Node
+from kvferry.proxy.fleet.snapshot import Node
 from kvferry.proxy.server import RunningProxy, running_proxy
 from kvferry.proxy.wire.registration import Incarnation, Load, NodeState, Register
 from tests.helpers.waiting import until

@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 import pytest
 
-from kvferry import models
+from kvferry.agent.config import BUNDLED_MODELS
 from kvferry.agent.engine import masks as masks_module
 from kvferry.agent.engine.masks import MaskProcess, MaskResult
 from kvferry.agent.engine.sequence import Clock, Request, Sequence
@@ -26,7 +26,7 @@ from tests.standins.limited_masks import LIMITS
 from tests.unit.agent.grammar.grammars import costly, regex
 from tests.unit.agent.local_engine import request
 
-MODEL = Path(models.__path__[0]) / "ferry-tiny"
+MODEL = BUNDLED_MODELS / "ferry-tiny"
 A, B = b"ab"
 EOS = 935
 WAIT_S = 30.0

@@ -115,7 +115,7 @@ async def test_a_reader_has_the_last_blocks_before_the_first_token_is_drawn(
         assert prefill.ready is not None
         head = {"incarnation": prefill.ready.incarnation, "consumer": "reader"}
 
-        def ask(kind: type[wire.Request], **fields: Any) -> asyncio.Future[wire.Answer | None]:
+        def ask(kind: type[wire.Request], **fields: Any) -> asyncio.Future[wire.Response | None]:
             answer = asyncio.get_running_loop().create_future()
             client.request(kind(seq=client.next_seq(), **head, **fields), 20.0, answer.set_result)
             return answer

@@ -39,7 +39,8 @@ def start_pull(engine: LocalEngine, prompt: list[int], **changes: Any) -> None:
 def finish_pull(engine: LocalEngine, prompt: list[int]) -> None:
     pull = engine.connector.pulls["t"]
     start = pull.first_block * LIMITS.block_size
-    engine.runner.write(pull.block_ids, start, prompt[start:])
+    runner: Any = engine.runner
+    runner.write(pull.block_ids, start, prompt[start:])
     engine.connector.finish_pull("t")
 
 

@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvferry import models
+from kvferry.agent.config import BUNDLED_MODELS
 from kvferry.agent.grammar import compiler as grammar
 from kvferry.agent.grammar.compiler import BadGrammar, GrammarCompiler, Matcher, NoMask
 from tests.unit.agent.grammar.grammars import COSTLY_AFTER_DIGITS, DIGITS, regex
 
-MODEL = Path(models.__path__[0]) / "ferry-tiny"
+MODEL = BUNDLED_MODELS / "ferry-tiny"
 EOS = 935
 A, B = ord("a"), ord("b")
 

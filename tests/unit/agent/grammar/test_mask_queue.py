@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-from kvferry import models
+from kvferry.agent.config import BUNDLED_MODELS
 from kvferry.agent.grammar import compiler as compiler_module
 from kvferry.agent.grammar import mask_queue
 from kvferry.agent.grammar.compiler import GrammarCompiler
@@ -16,7 +14,7 @@ from kvferry.agent.grammar.mask_queue import MaskQueue
 from kvferry.agent.messages.masks import Mask, MaskWanted, NoMaskFor, RequestOver
 from tests.unit.agent.grammar.grammars import COSTLY_AFTER_DIGITS, DIGITS, lark, regex
 
-MODEL = Path(models.__path__[0]) / "ferry-tiny"
+MODEL = BUNDLED_MODELS / "ferry-tiny"
 A, B, C = b"abc"
 
 

@@ -3,18 +3,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from kvferry import models
+from kvferry.agent.config import BUNDLED_MODELS
 from kvferry.agent.grammar import compiler as compiler_module
 from kvferry.agent.grammar import trial as trial_module
 from kvferry.agent.grammar.compiler import GrammarCompiler
 from kvferry.agent.grammar.trial import trial
 from tests.unit.agent.grammar.grammars import COSTLY, costly, lark, regex
 
-MODEL = Path(models.__path__[0]) / "ferry-tiny"
+MODEL = BUNDLED_MODELS / "ferry-tiny"
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvferry import models
 from kvferry.agent.api.text.tokenizer import Tokenizer
+from kvferry.agent.config import BUNDLED_MODELS
 from kvferry.agent.grammar.compiler import GrammarCompiler
 from kvferry.agent.messages.requests import SamplingParams
 from kvferry.agent.messages.steps import PromptScores, SampleOutput, SamplingRow, SamplingSetup
@@ -252,7 +251,7 @@ def test_a_prompt_s_tokens_have_their_log_probability_rank_and_the_likeliest() -
 
 
 ABC = json.dumps({"grammars": [{"lark_grammar": "start: /[abc]{2,4}/"}]})
-FERRY = Path(models.__path__[0]) / "ferry-tiny"
+FERRY = BUNDLED_MODELS / "ferry-tiny"
 FERRY_EOS, FERRY_VOCABULARY = 935, 936
 FERRY_LOGITS = torch.randn(FERRY_VOCABULARY, generator=torch.Generator().manual_seed(7)) * 2
 

@@ -23,7 +23,7 @@ from tests.unit.proxy.builders import registration
 from tests.unit.proxy.conftest import Stage, StartStage
 
 TRACEPARENT = f"00-{'1' * 32}-{'2' * 16}-01"
-BODY = {"model": "stand-in", "prompt": "a b c", "max_tokens": 3}
+BODY: dict[str, Any] = {"model": "stand-in", "prompt": "a b c", "max_tokens": 3}
 CHAT = {"model": "stand-in", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
 
 

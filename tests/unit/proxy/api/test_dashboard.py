@@ -15,6 +15,7 @@ from urllib.parse import quote
 
 import aiohttp
 import pytest
+from yarl import URL
 
 from kvferry.proxy import server
 from kvferry.proxy.api import dashboard
@@ -66,7 +67,7 @@ async def test_the_files_say_what_they_are_and_load_from_here_only(
 
 @pytest.mark.parametrize("path", ["/ui/index.html", "/ui/../app.py", "/ui/%2e%2e/app.py", "/ui/other.js"])
 async def test_other_paths_are_not_served(stage: Stage, path: str) -> None:
-    url = aiohttp.client.URL(f"{stage.proxy.url}{path}", encoded=True)
+    url = URL(f"{stage.proxy.url}{path}", encoded=True)
     async with stage.http.get(url) as response:
         assert response.status == 404
 
@@ -217,7 +218,7 @@ async def test_a_request_in_flight_is_shown_in_its_phase(stage: Stage) -> None:
 
 async def timeline(stage: Stage, request_id: str) -> dict[str, Any]:
     """Where a request went."""
-    url = aiohttp.client.URL(f"{stage.proxy.url}/ui/requests/{quote(request_id, safe='')}", encoded=True)
+    url = URL(f"{stage.proxy.url}/ui/requests/{quote(request_id, safe='')}", encoded=True)
     async with stage.http.get(url) as response:
         assert response.status == 200
         assert response.headers["Content-Security-Policy"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 
 import pytest
 
@@ -49,7 +49,7 @@ async def foreign(stage: Stage) -> object:
 
 
 @pytest.fixture
-def few(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """A response may have a kilobyte."""
     monkeypatch.setattr(sub_requests, "MAX_BODY_BYTES", 1024)
 

@@ -498,7 +498,7 @@ async def test_what_was_learned_in_an_attempt_that_failed_is_forgotten(fleet: Fl
 @only("vllm-mooncake")
 async def test_a_restarted_prefill_server_is_looked_up_again(fleet: Fleet) -> None:
     """Row 4 (vllm #55471): the old engine id fails once, is forgotten, and the retry asks for the new one."""
-    prefill, _ = await fleet.pair()
+    prefill: Any = (await fleet.pair())[0]
     for _ in range(2):
         await fleet.stage.ask(BODY)
     assert prefill.lookups == 1
@@ -523,7 +523,7 @@ async def test_kv_that_was_read_too_late_is_never_answered_from(fleet: Fleet, st
     )
     await decode.until(lambda: decode.asked)
     decode.hold_s = 0.0
-    answered = await asking
+    answered: Any = await asking
     text = answered.text() if stream else answered[1]["choices"][0]["text"]
     assert text == (await reference(BODY))["choices"][0]["text"]
     assert len(prefill.asked) == 2

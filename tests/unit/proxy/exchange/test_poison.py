@@ -84,10 +84,9 @@ async def test_of_six_agents_four_outlive_a_deadly_prompt(death: str, workers: i
     """D2: once, such a request walked through the fleet."""
     async with AsyncExitStack() as stack:
         _, listening = await stack.enter_async_context(process("--workers", str(workers)))
-        agents = []
         for role in ("prefill", "decode") * PAIRS:
             proxy = f"127.0.0.1:{listening['discovery_port']}"
-            agents.append(await stack.enter_async_context(agent_process(role, proxy, death)))
+            await stack.enter_async_context(agent_process(role, proxy, death))
         http = await stack.enter_async_context(aiohttp.ClientSession())
         url = listening["url"]
         async with asyncio.timeout(DEADLINE_S):

@@ -44,7 +44,8 @@ async def ranked(start_stage: StartStage, request: pytest.FixtureRequest) -> Asy
     ]
     for server in servers:
         await server.until(lambda server=server: server.acks >= server.ranks)
-    yield Ranked(stage, *servers, fabric)
+    prefill, decode = servers
+    yield Ranked(stage, prefill, decode, fabric)
     await stage.assert_quiescent()
     assert not fabric.wrongs
 

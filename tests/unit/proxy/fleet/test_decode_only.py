@@ -65,7 +65,7 @@ async def test_the_last_prefill_agent_is_lost_with_a_request(stage: Stage, strea
     if end == "killed":
         await prefill.close_http()
     async with asyncio.timeout(10):
-        answer = await asking
+        answer: Any = await asking
     text = answer.text() if stream else answer[1]["choices"]
     assert text == expected
     assert legs(decode) == ["alone"]

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvferry.proxy.fleet.address_rules import MAX_ADDRESS_CHARS, MAX_SHOWN, AddressRules, RejectReason
 from kvferry.proxy.fleet.circuit_breaker import BreakerSettings, BreakerState
-from kvferry.proxy.fleet.registry import BUSY_LAG_S, MODEL_MEMORY_S, STALL_S, Place, Registry
+from kvferry.proxy.fleet.registry import BUSY_LAG_S, MODEL_MEMORY_S, STALL_S, Place
 from kvferry.proxy.fleet.snapshot import NodeState
 from kvferry.proxy.telemetry.event_log import EventKind
 from kvferry.proxy.wire.registration import NODE_EXPIRY_S, Incarnation
@@ -23,7 +23,7 @@ ONE_ID = Incarnation(ONE.incarnation)
 ONE_ELSEWHERE = registration("both", 3)
 
 
-def states(registry: Registry, now: float) -> dict[str, NodeState]:
+def states(registry: TimedRegistry, now: float) -> dict[str, NodeState]:
     return {node.info.incarnation: node.state for node in registry.at(now).snapshot().nodes}
 
 

@@ -81,9 +81,9 @@ def test_at_twice_what_the_fleet_can_do_wanted_is_right_within_one(mix: Mix) -> 
         (wanted["prefill"], lambda number: (number, ENOUGH)),
         (wanted["decode"], lambda number: (ENOUGH, number)),
     ):
-        assert serves(*fleet(number + 1), mix, 2.0)
+        assert serves(*fleet(number + 1), mix=mix, share=2.0)
         if number > 2:
-            assert not serves(*fleet(number - 2), mix, 2.0)
+            assert not serves(*fleet(number - 2), mix=mix, share=2.0)
 
 
 @pytest.mark.parametrize("mix", MIXES.values(), ids=MIXES)

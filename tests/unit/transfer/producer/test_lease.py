@@ -9,15 +9,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvferry.transfer.ids import Incarnation, TransferId
+from kvferry.transfer.control.messages import Grant
+from kvferry.transfer.ids import DuplicateTransfer, Incarnation, TransferId
 from kvferry.transfer.plane import BlockRun, one_group
 from kvferry.transfer.producer.lease import (
     CompleteOpen,
     Denied,
-    DuplicateTransfer,
     Effect,
     Freed,
-    Grant,
     LeaseTable,
     NotYet,
 )

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from kvferry import models
 from kvferry.agent.api.grammar import checker as checker_module
 from kvferry.agent.api.grammar.checker import GrammarChecker
 from kvferry.agent.api.grammar.constraint import Constraint
+from kvferry.agent.config import BUNDLED_MODELS
 from kvferry.agent.errors import ApiError
 
-MODEL = Path(models.__path__[0]) / "ferry-tiny"
+MODEL = BUNDLED_MODELS / "ferry-tiny"
 NEVER_ENDS = {"type": "string", "allOf": [{"pattern": f"a{number}.*b"} for number in range(300)]}
 
 

@@ -69,8 +69,9 @@ class Rig:
             assert time.monotonic() < deadline
             for key, events in self.selector.select(0.01):
                 key.data.on_ready(events)
-            for each in (self.server, *readers):
-                each.progress(time.monotonic())
+            self.server.progress(time.monotonic())
+            for reader in readers:
+                reader.progress(time.monotonic())
 
 
 @pytest.fixture

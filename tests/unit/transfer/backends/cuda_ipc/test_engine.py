@@ -63,8 +63,12 @@ class Rig:
         spans = np.array([(place, place, nbytes) for place in places], dtype=np.int64).reshape(-1, 3)
         return self.reader.engine.read(peer, spans, timeout_s)
 
+    def progress(self) -> None:
+        for engine in self.running:
+            engine.progress()
+
     def until(self, condition: Callable[[], bool]) -> None:
-        wait_until(condition, step=lambda: [engine.progress() for engine in self.running])
+        wait_until(condition, step=self.progress)
 
     def kill_producer(self) -> None:
         """What a reader sees of it: the connection ends. The memory stays as long as it is mapped."""

@@ -64,8 +64,12 @@ class Pair:
     def settle(self, transfer: MoriTransfer) -> None:
         self.wait(lambda: transfer.quiescent)
 
+    def _progress(self) -> None:
+        for engine in self.engines:
+            engine.progress()
+
     def wait(self, condition: Callable[[], bool]) -> None:
-        wait_until(condition, DEADLINE_S, step=lambda: [engine.progress() for engine in self.engines])
+        wait_until(condition, DEADLINE_S, step=self._progress)
 
     def close(self, *engines: MoriEngine) -> None:
         for engine in engines:

@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -136,7 +137,7 @@ def test_no_more_is_posted_than_one_send_queue_holds(pair: MakePair, monkeypatch
     """Posting to a full queue blocks for up to 5 s in the library, and the thread with it."""
     two = pair("delay:seconds=0.002", qp_per_transfer="2", max_send_wr="16")
 
-    def full(queue_pair: object, count: int) -> bool:
+    def full(queue_pair: Any, count: int) -> bool:
         assert queue_pair.outstanding + count <= queue_pair.depth, "posting would block"
         return True
 
@@ -284,7 +285,7 @@ def test_closing_the_engine_ends_every_write_and_every_thread(pair: MakePair) ->
     """R7, I3: with reads in flight, and while a caller still holds them and their peer."""
     threads = set(threading.enumerate())
     two = pair(f"stall:seconds=30,after={FIRST}")
-    peer = two.meet()
+    peer: Any = two.meet()
     transfers = [two.read(peer, scattered(64)) for _ in range(2)]
     two.reader.progress()
     sessions = [weakref.ref(session) for session in peer._sessions.values()]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,7 +80,7 @@ def test_a_device_without_a_pci_address_is_named_and_can_be_left_out(
 
 def test_without_a_probe_the_backend_opens_at_once(standin: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """For hosts that are known to work: the child imports torch once more."""
-    monkeypatch.setattr(mori_probe.subprocess, "run", None)
+    monkeypatch.setattr(subprocess, "run", None)
     options = EngineOptions(
         name="n", bind_host="127.0.0.1", advertise_host="127.0.0.1", backend_options={"probe_s": "0"}
     )
