@@ -19,6 +19,7 @@ from msgspec import Meta, Raw, field
 from kvferry.common.exceptions import NOT_JSON
 from kvferry.common.http.server import openai_error
 from kvferry.proxy.api.translations import chat
+from kvferry.proxy.api.translations.response_items import MAX_HELD_BYTES
 from kvferry.proxy.errors import BadResponse, InvalidRequest, ProxyError
 
 PATH = "/v1/messages"
@@ -335,6 +336,10 @@ class MessagesRewriter(chat.StreamRewriter):
         """What the open content block is: text, thinking, or a tool call by its index."""
         self._num_blocks = 0
         self._stop: tuple[str, str | None] = ("end_turn", None)
+        self._arguments: list[str] = []
+        """Of the open call, to see whether it is whole."""
+        self._held = 0
+        self._has_cut_call = False
 
     def chat_request(self, raw: bytes) -> bytes:
         """See the function."""
@@ -350,10 +355,9 @@ class MessagesRewriter(chat.StreamRewriter):
         if message.content:
             blocks.append(_text(message.content))
         # A call that was cut off has no input to run a tool with, so its text is shown.
-        blocks += [
-            _tool_use(call) if call.is_whole else _text(call.text) for call in message.tool_calls or ()
-        ]
-        reason, sequence = _stop(choice)
+        calls = message.tool_calls or ()
+        blocks += [_tool_use(call) if call.is_whole else _text(call.text) for call in calls]
+        reason, sequence = _checked(_stop(choice), all(call.is_whole for call in calls))
         return msgspec.json.encode(
             _message(answer, blocks, reason, sequence, _counts(answer.usage or chat.ChatUsage()))
         )
@@ -390,7 +394,14 @@ class MessagesRewriter(chat.StreamRewriter):
             start: dict[str, Any] = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
             yield from self._open(call.index, start)
             if call.arguments:
+                self._hold(call.arguments)
                 yield self._piece({"type": "input_json_delta", "partial_json": call.arguments})
+
+    def _hold(self, arguments: str) -> None:
+        self._arguments.append(arguments)
+        self._held += len(arguments)
+        if self._held > MAX_HELD_BYTES:
+            raise BadResponse(f"an agent's answer exceeds {MAX_HELD_BYTES} bytes")
 
     def _open(self, block: str | int, start: dict[str, Any]) -> Iterator[bytes]:
         """Begin a content block, unless it is the open one, which ends then."""
@@ -404,7 +415,8 @@ class MessagesRewriter(chat.StreamRewriter):
 
     def _close(self) -> Iterator[bytes]:
         if self._block is not None:
-            self._block = None
+            self._has_cut_call |= bool(self._arguments) and not chat.are_arguments("".join(self._arguments))
+            self._block, self._arguments = None, []
             stop = {"type": "content_block_stop", "index": self._num_blocks - 1}
             yield chat.event("content_block_stop", stop)
 
@@ -416,7 +428,7 @@ class MessagesRewriter(chat.StreamRewriter):
 
     def _end(self) -> Iterator[bytes]:
         yield from self._close()
-        reason, sequence = self._stop
+        reason, sequence = _checked(self._stop, not self._has_cut_call)
         delta = {"stop_reason": reason, "stop_sequence": sequence}
         usage = _counts(self._usage)
         yield chat.event("message_delta", {"type": "message_delta", "delta": delta, "usage": usage})
@@ -459,6 +471,11 @@ def _stop(choice: chat.ChatChoice) -> tuple[str, str | None]:
     if choice.finish_reason == "stop" and isinstance(stopped_by, str):
         return "stop_sequence", stopped_by
     return _STOP_REASONS.get(choice.finish_reason or "", "end_turn"), None
+
+
+def _checked(stop: tuple[str, str | None], calls_are_whole: bool) -> tuple[str, str | None]:
+    """Engines say that an answer calls where its call is not whole: then there is no tool to run."""
+    return ("end_turn", None) if stop[0] == "tool_use" and not calls_are_whole else stop
 
 
 def _counts(usage: chat.ChatUsage) -> dict[str, int]:

@@ -169,7 +169,9 @@ def test_an_answer() -> None:
         MessagesRewriter().whole(b'{"choices": []}')
 
 
-@pytest.mark.parametrize(("ended", "reason"), [("length", "max_tokens"), ("stop", "end_turn")])
+@pytest.mark.parametrize(
+    ("ended", "reason"), [("length", "max_tokens"), ("stop", "end_turn"), ("tool_calls", "end_turn")]
+)
 def test_a_call_that_was_cut_off_is_text(ended: str, reason: str) -> None:
     """As a tool's input it would be one that the model did not give."""
     whole = {"id": "t1", "function": {"name": "weather", "arguments": '{"city":"Oslo"}'}}
@@ -180,6 +182,15 @@ def test_a_call_that_was_cut_off_is_text(ended: str, reason: str) -> None:
         {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Oslo"}},
         {"type": "text", "text": '{"name": "weather", "arguments": {"city": "Os'},
     ]
+    pieces = [
+        delta({"tool_calls": [{"index": 0, **whole}]}),
+        delta(
+            {"tool_calls": [{"index": 1, "id": "t2", "function": {"name": "weather", "arguments": '{"ci'}}]}
+        ),
+        delta({"tool_calls": [{"index": 1, "function": {"arguments": 'ty": "Os'}}]}, ended),
+    ]
+    assert streamed(*pieces)[-2]["delta"]["stop_reason"] == reason
+    assert streamed(*pieces[:1], delta({}, "tool_calls"))[-2]["delta"]["stop_reason"] == "tool_use"
 
 
 @pytest.mark.parametrize("name", ["stop_reason", "matched_stop"])
