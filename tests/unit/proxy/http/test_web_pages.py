@@ -27,13 +27,23 @@ CHANGED = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/respo
 KEY = "client-key-0123456789"
 
 
+CODES = {"name of this server": "host_not_allowed", "another site": "cross_site"}
+"""Of errors in Anthropic's shape, which has none, by what they say."""
+
+
 async def ask(stage: Stage, method: str, path: str, headers: dict[str, str]) -> tuple[int, str | None]:
     """The status and the code of the error."""
     async with stage.http.request(
         method, stage.proxy.url + path, json=BODY if method == "POST" else None, headers=headers
     ) as response:
-        refused = response.status == 403
-        return response.status, (await response.json())["error"]["code"] if refused else None
+        if response.status != 403:
+            return response.status, None
+        error = (await response.json())["error"]
+        if path != "/v1/messages":
+            return response.status, error["code"]
+        assert error.keys() == {"type", "message"} and error["type"] == "permission_error"
+        (code,) = (code for words, code in CODES.items() if words in error["message"])
+        return response.status, code
 
 
 @pytest.mark.parametrize("host", ["evil.example", f"evil.example:{10001}", "localhost.evil.example", ""])
