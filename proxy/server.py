@@ -20,13 +20,13 @@ from kvferry.common.http.browser_guard import AllowedHosts, BrowserGuard
 from kvferry.common.http.server import HttpServer, ServerBounds
 from kvferry.common.stop import StopRequest
 from kvferry.common.telemetry.tracing import FLUSH_TIMEOUT_S, open_tracing
-from kvferry.proxy.api.app import create_app, serve_health
 from kvferry.proxy.api.auth import ApiKeys
 from kvferry.proxy.api.completions import APIS, Completions
 from kvferry.proxy.api.dashboard import EVENTS_PATH, UNREAD_S, DashboardFeed
 from kvferry.proxy.api.operator.commands import OperatorApi
 from kvferry.proxy.api.tokenizing import TokenizerRelay
 from kvferry.proxy.api.translations.messages import connection_error
+from kvferry.proxy.app import create_app, serve_health
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.dialects.catalogue import all_dialects
 from kvferry.proxy.dialects.fields import allowed_fields

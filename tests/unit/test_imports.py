@@ -62,7 +62,8 @@ def _rooms() -> dict[str, set[str]]:
         "proxy.api.translations": texts,
         "proxy.config": parts,
         "proxy.settings": {*parts, "proxy.config"},
-        "proxy.server": {*parts, "proxy.config", "proxy.settings"},
+        "proxy.app": parts,
+        "proxy.server": {*parts, "proxy.app", "proxy.config", "proxy.settings"},
         "proxy.workers": {*parts, "proxy.config", "proxy.settings"},
         "proxy.workers.worker": {*parts, "proxy.config", "proxy.settings", "proxy.server", "proxy.workers"},
         "proxy.cli": {*parts, "proxy.config", "proxy.server", "proxy.workers"},
@@ -296,7 +297,7 @@ def test_the_depth_is_that_of_the_longest_chain() -> None:
 @pytest.mark.parametrize(
     "module",
     [
-        "kvferry.proxy.api.app",
+        "kvferry.proxy.app",
         "kvferry.proxy.cli",
         "kvferry.agent.cli",
         "kvferry.agent.engine.process",
@@ -318,7 +319,7 @@ def test_torch_stays_out(module: str) -> None:
 
 def test_proxy_imports_nothing_of_the_others() -> None:
     code = (
-        "import sys, kvferry.proxy.api.app; "
+        "import sys, kvferry.proxy.app; "
         "print(sorted({name.split('.')[1] for name in sys.modules if name.startswith('kvferry.')}))"
     )
     done = subprocess.run(

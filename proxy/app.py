@@ -26,7 +26,7 @@ from kvferry.proxy.ids import RequestId, request_id_from
 from kvferry.proxy.request import check_encoding
 from kvferry.proxy.wire.registration import Incarnation
 
-FOLDER = str(Path(__file__).parent)
+FOLDER = str(Path(__file__).parent / "api")
 
 
 def create_app(
