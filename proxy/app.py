@@ -1,44 +1,81 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The proxy's HTTP routes."""
+"""The proxy's application: all its routes, and what holds for each request before it is routed.
+
+It is a Quart application, which any ASGI server serves, and Quart's test client tests. The completion
+endpoints are ASGI endpoints beside Quart's own routes (`Entry`). On the connections of our own server
+(`ClientConnection`) they write events without ASGI's `send`.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from quart import Quart, Response, request
 from werkzeug.exceptions import HTTPException, MethodNotAllowed, RequestEntityTooLarge, RequestTimeout
 
+from kvferry.common.http.browser_guard import BrowserGuard
+from kvferry.common.http.server import Header
 from kvferry.proxy.api import openapi
-from kvferry.proxy.api.auth import MESSAGES_PREFIX, ApiKeys, request_authorization, require_keys
+from kvferry.proxy.api.auth import ANONYMOUS, MESSAGES_PREFIX, ApiKeys, Client, authenticate
+from kvferry.proxy.api.completions import APIS, Completions
 from kvferry.proxy.api.dashboard import DashboardFeed, add_dashboard
 from kvferry.proxy.api.operator.commands import OperatorApi, PageName
 from kvferry.proxy.api.operator.pages import JSON, Page
-from kvferry.proxy.api.response_writer import send_error
+from kvferry.proxy.api.response_writer import error_response, send_error
 from kvferry.proxy.api.tokenizing import TokenizerRelay
 from kvferry.proxy.api.translations import messages
-from kvferry.proxy.errors import BodyTooLarge, BodyTooSlow, ModelNotFound, NotFound, ProxyError, WrongMethod
-from kvferry.proxy.http.client_connection import ClientResponse, Receive, Scope
-from kvferry.proxy.ids import RequestId, request_id_from
-from kvferry.proxy.request import check_encoding
+from kvferry.proxy.errors import (
+    BodyTooLarge,
+    BodyTooSlow,
+    ModelNotFound,
+    NotFound,
+    ProxyError,
+    RefusedPage,
+    WrongMethod,
+)
+from kvferry.proxy.http.asgi_response import AsgiResponse
+from kvferry.proxy.http.client_connection import (
+    EXTENSION,
+    ClientConnection,
+    ClientResponse,
+    Message,
+    Receive,
+    Scope,
+    Send,
+)
+from kvferry.proxy.http.cors import CorsPolicy
+from kvferry.proxy.ids import RandomBytes, request_id_from
+from kvferry.proxy.request import RequestHead, check_encoding
 from kvferry.proxy.wire.registration import Incarnation
 
 FOLDER = str(Path(__file__).parent / "api")
+HEAD, CLIENT = "kvferry.head", "kvferry.client"
+"""Where `Entry` leaves the `RequestHead` and `Client` of Quart's requests: in their scope."""
+
+Application = Callable[[Scope, Receive, Send], Coroutine[Any, Any, None]]
+Endpoint = Callable[[RequestHead, Client, ClientResponse], Coroutine[Any, Any, None]]
 
 
 def create_app(
     *,
+    completions: Completions,
     views: OperatorApi,
     dashboard: DashboardFeed,
     tokenizers: TokenizerRelay,
     api_keys: ApiKeys | None,
+    browser_guard: BrowserGuard,
+    cors: CorsPolicy | None,
     max_body_bytes: int,
     body_timeout_s: float,
+    client_stall_s: float,
 ) -> Quart:
-    """The application, for all but the completion endpoints."""
+    """Wire the application."""
     # Explicit paths: Quart cannot find them in a namespace package.
     app = Quart(__name__, root_path=FOLDER, instance_path=FOLDER, static_folder=None)
     app.config["MAX_CONTENT_LENGTH"] = max_body_bytes
@@ -46,14 +83,31 @@ def create_app(
     # Quart would end the dashboard's feed after 60 s.
     app.config["RESPONSE_TIMEOUT"] = None
 
+    endpoints: dict[tuple[str, str], Endpoint] = {("POST", path): completions for path in APIS}
+    endpoints |= {("GET", "/health"): health, ("HEAD", "/health"): health}
+    entry = Entry(
+        app.asgi_app,
+        endpoints,
+        api_keys=api_keys,
+        browser_guard=browser_guard,
+        cors=cors,
+        stall_s=client_stall_s,
+    )
+    app.asgi_app = entry  # type: ignore[method-assign]
+    for method, path in endpoints:  # so that Quart refuses the other methods
+        app.add_url_rule(path, f"{method} {path}", methods=[method], provide_automatic_options=False)
+
     @app.get("/v1/models")
     async def models() -> Response:
-        return await _page(views, "models")
+        return await page("models")
 
     # A path, since models may be named by theirs.
     @app.get("/v1/models/<path:name>")
     async def model(name: str) -> Response:
-        return await _model_page(views, name)
+        for each in msgspec.json.decode((await views.page("models")).body, type=_ModelList).data:
+            if each["id"] == name:
+                return Response(msgspec.json.encode(each), content_type=JSON)
+        raise ModelNotFound("no agent serves this model", param="model")
 
     @app.get("/version")
     async def version_page() -> Response:
@@ -61,47 +115,48 @@ def create_app(
 
     @app.post("/tokenize")
     async def tokenize() -> Response:
-        return await _from_agent(tokenizers, api_keys)
-
-    @app.post(messages.COUNT_PATH)
-    async def count_tokens() -> Response:
-        return await _count_tokens(tokenizers, api_keys)
+        return _from_agent(await tokenizers.forward("/tokenize", await _admitted_body(), _head().id))
 
     @app.post("/detokenize")
     async def detokenize() -> Response:
-        return await _from_agent(tokenizers, api_keys)
+        return _from_agent(await tokenizers.forward("/detokenize", await _admitted_body(), _head().id))
+
+    @app.post(messages.COUNT_PATH)
+    async def count_tokens() -> Response:
+        body = messages.tokenize_request(await _admitted_body())
+        return _from_agent(messages.token_count(await tokenizers.forward("/tokenize", body, _head().id)))
 
     @app.get("/ready")
     async def ready() -> Response:
-        return await _page(views, "ready")
+        return await page("ready")
 
     @app.get("/nodes")
     async def nodes() -> Response:
-        return await _page(views, "nodes")
+        return await page("nodes")
 
     @app.get("/nodes/targets")
     async def targets() -> Response:
-        return await _page(views, "targets")
+        return await page("targets")
 
     # A path, since incarnations of other engines' servers contain URLs.
     @app.post("/nodes/<path:incarnation>/cordon")
     async def cordon(incarnation: str) -> Response:
-        return await _cordon(views, Incarnation(incarnation), True)
+        return _page_response(await views.cordon(Incarnation(incarnation), True))
 
     @app.post("/nodes/<path:incarnation>/uncordon")
     async def uncordon(incarnation: str) -> Response:
-        return await _cordon(views, Incarnation(incarnation), False)
+        return _page_response(await views.cordon(Incarnation(incarnation), False))
 
     @app.post("/nodes/<path:incarnation>/drain")
     async def drain(incarnation: str) -> Response:
-        try:
-            return _page_response(await views.drain(Incarnation(incarnation)))
-        except ProxyError as error:
-            return _error_response(error, _request_id())
+        return _page_response(await views.drain(Incarnation(incarnation)))
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return await _page(views, "metrics")
+        return await page("metrics")
+
+    async def page(name: PageName) -> Response:
+        return _page_response(await views.page(name))
 
     document = msgspec.json.encode(openapi.document(version("kvferry")))
 
@@ -110,14 +165,114 @@ def create_app(
         return Response(document, content_type="application/json")
 
     add_dashboard(app, dashboard, views)
-    if api_keys is not None:
-        require_keys(app, api_keys, lambda error: _error_response(error, _request_id()))
+
+    @app.errorhandler(ProxyError)
+    async def on_proxy_error(error: ProxyError) -> Response:
+        status, headers, body = error_response(error, _head().id, _is_anthropic(_head()))
+        return Response(body, status, {name.decode(): value.decode("latin-1") for name, value in headers})
 
     @app.errorhandler(HTTPException)
     async def on_http_exception(error: HTTPException) -> Response:
-        return _error_response(_error_of(error), _request_id())
+        return await on_proxy_error(_error_of(error))
 
     return app
+
+
+class Entry:
+    """What each request passes before it is routed: it must not be caused by another site's page, gets an id,
+    must have an API key, and its response says what pages of other origins may read.
+
+    Args:
+        app: Quart's own ASGI application, for what is not in `endpoints`.
+        endpoints: By method and path, what is served without Quart: it takes a dozen turns of the event loop
+            and as much CPU as all else that a request costs.
+        browser_guard: Asked for requests to other servers; `ClientConnection` has asked it before the body.
+        stall_s: How long a client of another server may read nothing of an endpoint's response.
+    """
+
+    def __init__(
+        self,
+        app: Application,
+        endpoints: Mapping[tuple[str, str], Endpoint],
+        *,
+        api_keys: ApiKeys | None,
+        browser_guard: BrowserGuard,
+        cors: CorsPolicy | None,
+        stall_s: float,
+    ) -> None:
+        self._app = app
+        self._endpoints = endpoints
+        self._api_keys = api_keys
+        self._browser_guard = browser_guard
+        self._cors = cors
+        self._stall_s = stall_s
+        self._random = RandomBytes()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        request_id = request_id_from(headers.get(b"x-request-id", b"").decode("latin-1"), self._random)
+        head = RequestHead(scope["method"], scope["path"], headers, request_id)
+        connection: ClientConnection | None = scope.get("extensions", {}).get(EXTENSION)
+        response: ClientResponse | None = None if connection is None else connection.response
+        if response is None:
+            response = AsgiResponse(receive, send, self._stall_s)
+        if self._cors is not None:
+            response.headers = self._cors.headers(head.path, headers)
+            preflight = self._cors.preflight(head.path, headers) if head.method == "OPTIONS" else None
+            if preflight is not None:
+                await response.serve(partial(_send_preflight, preflight))
+                return
+        try:
+            if connection is None:
+                self._check_page(head, scope["raw_path"])
+            client = ANONYMOUS if self._api_keys is None else authenticate(self._api_keys, head)
+        except ProxyError as error:
+            await response.serve(partial(_send_error, head, error))
+            return
+        endpoint = self._endpoints.get((head.method, head.path))
+        if endpoint is not None:
+            await response.serve(partial(endpoint, head, client))
+            return
+        scope[HEAD], scope[CLIENT] = head, client
+        await self._app(scope, receive, _with_headers(send, response.headers) if response.headers else send)
+
+    def _check_page(self, head: RequestHead, target: bytes) -> None:
+        refusal = self._browser_guard.refusal(head.method.encode(), target, head.headers)
+        if refusal is not None:
+            raise RefusedPage(*refusal)
+
+
+async def health(_: RequestHead, client: Client, response: ClientResponse) -> None:
+    """Say that the proxy is alive. Quart needs a dozen turns of the event loop, which a load balancer might
+    not wait for while a hundred servers flood the proxy.
+    """
+    response.send(200, [(b"content-type", JSON.encode())], b'{"status":"ok"}')
+
+
+async def _send_preflight(headers: Iterable[Header], response: ClientResponse) -> None:
+    response.send(200, headers, b"")
+
+
+async def _send_error(head: RequestHead, error: ProxyError, response: ClientResponse) -> None:
+    send_error(response, head.id, error, _is_anthropic(head))
+
+
+def _with_headers(send: Send, headers: Iterable[Header]) -> Send:
+    """Add headers to the response that an application sends."""
+
+    async def send_with_headers(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*headers, *message.get("headers", ())]}
+        await send(message)
+
+    return send_with_headers
+
+
+def _is_anthropic(head: RequestHead) -> bool:
+    return head.path.startswith(MESSAGES_PREFIX)
 
 
 def _error_of(error: HTTPException) -> ProxyError:
@@ -135,90 +290,30 @@ def _error_of(error: HTTPException) -> ProxyError:
     return ProxyError("internal error of the proxy")
 
 
-async def serve_health(scope: Scope, receive: Receive, response: ClientResponse) -> None:
-    """Say that the proxy is alive (`Handler`). In a few turns of the event loop: Quart needs a dozen, which a
-    load balancer might not wait for while a hundred servers flood the proxy.
-    """
-    if scope["method"] in ("GET", "HEAD"):
-        response.send(200, [(b"content-type", JSON.encode())], b'{"status":"ok"}')
-        return
-    headers: dict[bytes, bytes] = dict(scope["headers"])
-    request_id = request_id_from(headers.get(b"x-request-id", b"").decode("latin-1"))
-    error = WrongMethod(f"{scope['method']} is not allowed for this path", allowed="GET, HEAD")
-    send_error(response, request_id, error)
-
-
-async def _page(views: OperatorApi, name: PageName) -> Response:
-    try:
-        return _page_response(await views.page(name))
-    except ProxyError as error:
-        return _error_response(error, _request_id())
-
-
 class _ModelList(msgspec.Struct):
     data: list[dict[str, Any]]
 
 
-async def _model_page(views: OperatorApi, name: str) -> Response:
-    try:
-        models = msgspec.json.decode((await views.page("models")).body, type=_ModelList).data
-    except ProxyError as error:
-        return _error_response(error, _request_id())
-    for model in models:
-        if model["id"] == name:
-            return Response(msgspec.json.encode(model), content_type=JSON)
-    return _error_response(ModelNotFound("no agent serves this model", param="model"), _request_id())
+def _head() -> RequestHead:
+    """The head of the request that Quart serves."""
+    return cast(RequestHead, cast(Any, request.scope)[HEAD])
 
 
-async def _from_agent(tokenizers: TokenizerRelay, keys: ApiKeys | None) -> Response:
-    """Pass a request on to an agent; it counts towards the key's rate of requests."""
-    request_id = _request_id()
-    try:
-        answer = await tokenizers.forward(request.path, await _admitted_body(keys), request_id)
-    except ProxyError as error:
-        return _error_response(error, request_id)
-    return Response(answer, headers={"X-Request-Id": request_id}, content_type=JSON)
-
-
-async def _count_tokens(tokenizers: TokenizerRelay, keys: ApiKeys | None) -> Response:
-    """Count the tokens of a prompt in the format of Anthropic's Messages."""
-    request_id = _request_id()
-    try:
-        body = messages.tokenize_request(await _admitted_body(keys))
-        answer = messages.token_count(await tokenizers.forward("/tokenize", body, request_id))
-    except ProxyError as error:
-        return _error_response(error, request_id)
-    return Response(answer, headers={"X-Request-Id": request_id}, content_type=JSON)
-
-
-async def _admitted_body(keys: ApiKeys | None) -> bytes:
+async def _admitted_body() -> bytes:
     """The body of a request that counts towards its key's rate.
 
     Raises `RateLimited` and `UnsupportedEncoding`.
     """
-    if keys is not None:
-        client = keys.client(request_authorization(), request.method)
+    client: Client = cast(Any, request.scope)[CLIENT]
+    if client.rate_limit is not None:
         client.rate_limit.admit(time.monotonic())
-    check_encoding(request.headers.get("Content-Encoding"))
+    check_encoding(_head().header(b"content-encoding"))
     return await request.get_data(cache=False, as_text=False, parse_form_data=False)
 
 
-async def _cordon(views: OperatorApi, incarnation: Incarnation, cordoned: bool) -> Response:
-    try:
-        return _page_response(await views.cordon(incarnation, cordoned))
-    except ProxyError as error:
-        return _error_response(error, _request_id())
+def _from_agent(answer: bytes) -> Response:
+    return Response(answer, headers={"X-Request-Id": _head().id}, content_type=JSON)
 
 
 def _page_response(page: Page) -> Response:
     return Response(page.body, page.status, content_type=page.content_type)
-
-
-def _error_response(error: ProxyError, request_id: RequestId) -> Response:
-    headers = {**error.headers, "X-Request-Id": request_id}
-    body = messages.error_body(error) if request.path.startswith(MESSAGES_PREFIX) else error.body()
-    return Response(body, error.status, headers, content_type=JSON)
-
-
-def _request_id() -> RequestId:
-    return request_id_from(request.headers.get("X-Request-Id"))

@@ -119,6 +119,17 @@ class WrongMethod(ProxyError):
         return {"Allow": self._allowed}
 
 
+class RefusedPage(ProxyError):
+    """Only a page of another site can have caused the request."""
+
+    status = 403
+    kind = "invalid_request_error"
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
 class CannotDrain(ProxyError):
     """The agent takes no request to drain from a proxy."""
 

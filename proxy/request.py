@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Request bodies, validated once at the edge. Fields that the proxy does not know pass through unchanged.
+"""Clients' requests: their heads, and their bodies, validated once at the edge. Fields that the proxy does
+not know pass through unchanged.
 
 A body may have megabytes, and decoding runs on the event loop that relays everybody's tokens. So nothing is
 decoded that the proxy does not read: a field is kept as the JSON that it came as (`msgspec.Raw`), of which
@@ -8,6 +9,8 @@ decoding checks the syntax without making objects. What is decoded has bounds of
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
@@ -17,7 +20,7 @@ from kvferry.common.hashing import Purpose, digest
 from kvferry.common.http.refusals import encoding_refusal
 from kvferry.common.json_errors import check_utf8
 from kvferry.proxy.errors import NOT_JSON, InvalidRequest, UnsupportedEncoding
-from kvferry.proxy.ids import Endpoint
+from kvferry.proxy.ids import Endpoint, RequestId
 
 MAX_CHOICES = 128
 MAX_MODEL_CHARS = 1024
@@ -40,6 +43,20 @@ Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 NO_SEED = -1
 """A client's seed that asks for none, as vLLM takes it."""
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestHead:
+    """What a request begins with. `headers`: the last of each name, names in lower case."""
+
+    method: str
+    path: str
+    headers: Mapping[bytes, bytes]
+    id: RequestId
+
+    def header(self, name: bytes) -> str | None:
+        value = self.headers.get(name)
+        return None if value is None else value.decode("latin-1")
 
 
 class StreamOptions(msgspec.Struct):

@@ -21,12 +21,12 @@ from kvferry.common.http.server import HttpServer, ServerBounds
 from kvferry.common.stop import StopRequest
 from kvferry.common.telemetry.tracing import FLUSH_TIMEOUT_S, open_tracing
 from kvferry.proxy.api.auth import ApiKeys
-from kvferry.proxy.api.completions import APIS, Completions
-from kvferry.proxy.api.dashboard import EVENTS_PATH, UNREAD_S, DashboardFeed
+from kvferry.proxy.api.completions import Completions
+from kvferry.proxy.api.dashboard import DashboardFeed
 from kvferry.proxy.api.operator.commands import OperatorApi
 from kvferry.proxy.api.tokenizing import TokenizerRelay
 from kvferry.proxy.api.translations.messages import connection_error
-from kvferry.proxy.app import create_app, serve_health
+from kvferry.proxy.app import create_app
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.dialects.catalogue import all_dialects
 from kvferry.proxy.dialects.fields import allowed_fields
@@ -80,21 +80,26 @@ class Services:
     views: OperatorApi
     dashboard: DashboardFeed
     api_keys: ApiKeys | None
+    browser_guard: BrowserGuard
     tracing: Tracing | None
 
     def create_app(self) -> Quart:
-        """Wire the HTTP application, for all but the completion endpoints."""
+        """Wire the application; it must not outlive `upstream`."""
+        config = self.config
         return create_app(
+            completions=self._completions(),
             views=self.views,
             dashboard=self.dashboard,
             tokenizers=TokenizerRelay(self.fleet, self.upstream),
             api_keys=self.api_keys,
-            max_body_bytes=self.config.max_body_bytes,
-            body_timeout_s=self.config.body_timeout_s,
+            browser_guard=self.browser_guard,
+            cors=CorsPolicy(config.cors_origins) if config.cors_origins else None,
+            max_body_bytes=config.max_body_bytes,
+            body_timeout_s=config.body_timeout_s,
+            client_stall_s=config.client_stall_s,
         )
 
-    def create_completions(self) -> Completions:
-        """Wire the completion endpoints; they must not outlive `upstream`."""
+    def _completions(self) -> Completions:
         config = self.config
         context = ExchangeContext(
             settings=ExchangeSettings(
@@ -122,7 +127,6 @@ class Services:
         return Completions(
             new_exchange=partial(Exchange, context),
             max_model_len=self.fleet.max_model_len,
-            api_keys=self.api_keys,
             share_prefixes=config.share_prefixes,
             metrics=self.metrics,
             failures=self.failures,
@@ -219,6 +223,7 @@ async def serving(
     `fleet` must outlive the context: requests are still served while it is being left.
     """
     async with UpstreamPool(pool_settings(config, keys.cluster)) as upstream:
+        hosts = AllowedHosts(config.allowed_hosts, [config.host]) if keys.clients is None else None
         drops = KvDrops(upstream, metrics)
         services = Services(
             config=config,
@@ -232,6 +237,7 @@ async def serving(
             views=views,
             dashboard=DashboardFeed(views),
             api_keys=keys.clients,
+            browser_guard=BrowserGuard(hosts, CorsPolicy(config.cors_origins).allows),
             tracing=open_tracing(config.otlp_endpoint, {"service.name": "kvferry-proxy"}),
         )
         server = HttpServer(_uvicorn_config(services, keys.tls))
@@ -264,24 +270,19 @@ async def _force_stop(server: HttpServer, stop: StopRequest) -> None:
 
 
 def _uvicorn_config(services: Services, tls: ssl.SSLContext | None) -> uvicorn.Config:
-    config, completions = services.config, services.create_completions()
-    cors = CorsPolicy(config.cors_origins)
-    hosts = AllowedHosts(config.allowed_hosts, [config.host]) if services.api_keys is None else None
+    config = services.config
     return uvicorn.Config(
         cast(Any, services.create_app()),
         http=cast(
             Any,
             partial(
                 ClientConnection,
-                handlers=dict.fromkeys(APIS, completions) | {"/health": serve_health},
                 head_s=config.body_timeout_s,
                 bounds=ServerBounds(),
                 last_request_s=LAST_REQUEST_S,
-                browser_guard=BrowserGuard(hosts, cors.allows),
+                browser_guard=services.browser_guard,
                 error_body=connection_error,
                 stall_s=config.client_stall_s,
-                unread_s={EVENTS_PATH: UNREAD_S},
-                cors=cors if config.cors_origins else None,
             ),
         ),
         ws="none",

@@ -11,15 +11,14 @@ from __future__ import annotations
 import base64
 import binascii
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from quart import Quart, Response, request
-
 from kvferry.common.hashing import Purpose, digest
 from kvferry.proxy.api.rate_limit import Rate, RateLimit
-from kvferry.proxy.errors import ProxyError, Unauthorized
+from kvferry.proxy.errors import Unauthorized
+from kvferry.proxy.request import RequestHead
 
 MIN_KEY_CHARS = 16
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/openapi.json"})
@@ -48,11 +47,11 @@ class Client:
     """The holder of a key. `salt_key`: by which the salts of its requests are made (`proxy.request`)."""
 
     access: Access
-    rate_limit: RateLimit
+    rate_limit: RateLimit | None
     salt_key: bytes | None
 
 
-ANONYMOUS = Client(Access.NONE, RateLimit(None, None), None)
+ANONYMOUS = Client(Access.NONE, None, None)
 
 
 class ApiKeys:
@@ -109,35 +108,21 @@ def admin_key(path: Path) -> str:
     raise BadKeyFile(f"{path} has no admin's key, which the list of agents needs")
 
 
-def request_authorization() -> str | None:
-    """The authorization of a request to Quart. Anthropic's clients send their key in a header of its own."""
-    key = request.headers.get("x-api-key")
-    if key is not None and request.path.startswith(MESSAGES_PREFIX):
-        return f"Bearer {key}"
-    return request.headers.get("Authorization")
+def authenticate(keys: ApiKeys, head: RequestHead) -> Client:
+    """Return the client of a request. Raises `Unauthorized`.
 
-
-def require_keys(app: Quart, keys: ApiKeys, render: Callable[[ProxyError], Response]) -> None:
-    """Reject requests without a key. A path that is not listed here needs an admin's.
-
-    `render` makes the response of an error.
+    A path that is not listed here needs an admin's key. Anthropic's clients send theirs in a header of their
+    own.
     """
-
-    @app.before_request
-    async def reject() -> Response | None:
-        client = authenticate(keys, request.path, request.method, request_authorization())
-        if isinstance(client, Client):
-            return None
-        return render(client)
-
-
-def authenticate(keys: ApiKeys, path: str, method: str, authorization: str | None) -> Client | Unauthorized:
-    """The client of a request, or why it is rejected."""
-    needed = _needed(path)
-    client = keys.client(authorization, method)
-    if client.access >= needed:
-        return client
-    return Unauthorized("no API key, or one without access to this path", basic=needed is Access.ADMIN)
+    authorization, given = head.header(b"authorization"), head.header(b"x-api-key")
+    if given is not None and head.path.startswith(MESSAGES_PREFIX):
+        authorization = f"Bearer {given}"
+    needed = _needed(head.path)
+    client = keys.client(authorization, head.method)
+    if client.access < needed:
+        message = "no API key, or one without access to this path"
+        raise Unauthorized(message, basic=needed is Access.ADMIN)
+    return client
 
 
 def _client(key: str, words: Sequence[str]) -> Client:
@@ -152,7 +137,8 @@ def _client(key: str, words: Sequence[str]) -> Client:
         else:
             raise ValueError("only admin, requests=RATE and tokens=RATE are allowed, each once")
     salt_key = digest(Purpose.SALT_KEY, _raw(key), size=_DIGEST_BYTES)
-    return Client(access, RateLimit(rates.get("requests"), rates.get("tokens")), salt_key)
+    rate_limit = RateLimit(rates.get("requests"), rates.get("tokens")) if rates else None
+    return Client(access, rate_limit, salt_key)
 
 
 def _needed(path: str) -> Access:

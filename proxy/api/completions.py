@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The completion endpoints, which `ClientConnection` calls directly: the overhead of Quart and ASGI for a
-request would exceed all the rest of what the proxy does for it.
+"""The completion endpoints. They are beneath Quart's request context and routing, which would cost as much as
+all the rest of what the proxy does for a request.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from kvferry.common.exceptions import release_locals
 from kvferry.common.work_pool import PoolBusy, WorkPool
-from kvferry.proxy.api.auth import ANONYMOUS, ApiKeys, Client, authenticate
-from kvferry.proxy.api.response_writer import ResponseRewriter, ResponseWriter, send_error
+from kvferry.proxy.api.auth import Client
+from kvferry.proxy.api.response_writer import ResponseRewriter, ResponseWriter
 from kvferry.proxy.api.token_reservation import RequestEnd, TokenReservation
 from kvferry.proxy.api.translations import messages, responses
 from kvferry.proxy.errors import (
@@ -24,12 +24,18 @@ from kvferry.proxy.errors import (
     ProxyError,
     TooManyBodies,
     TooManyResponses,
-    WrongMethod,
 )
 from kvferry.proxy.exchange.exchange import Exchange
-from kvferry.proxy.http.client_connection import ClientResponse, Receive, Scope
-from kvferry.proxy.ids import Api, Endpoint, Identity, RandomBytes, RequestId, new_identity, request_id_from
-from kvferry.proxy.request import ClientRequest, ReportedUsage, check_encoding, parse_request, salted
+from kvferry.proxy.http.client_connection import ClientResponse
+from kvferry.proxy.ids import Api, Endpoint, Identity, RandomBytes, new_identity
+from kvferry.proxy.request import (
+    ClientRequest,
+    ReportedUsage,
+    RequestHead,
+    check_encoding,
+    parse_request,
+    salted,
+)
 from kvferry.proxy.telemetry.history import FailureLog
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.telemetry.request_log import Phase, RequestLog
@@ -77,14 +83,13 @@ TRANSLATIONS: dict[str, Callable[[], Translation]] = {
 
 
 class Completions:
-    """Serves the requests to these endpoints (`Handler`)."""
+    """Serves the requests to these endpoints."""
 
     def __init__(
         self,
         *,
         new_exchange: NewExchange,
         max_model_len: Callable[[str], int | None],
-        api_keys: ApiKeys | None,
         share_prefixes: bool,
         metrics: Metrics,
         failures: FailureLog,
@@ -96,7 +101,6 @@ class Completions:
     ) -> None:
         self._new_exchange = new_exchange
         self._max_model_len = max_model_len
-        self._api_keys = api_keys
         self._share_prefixes = share_prefixes
         self._metrics = metrics
         self._failures = failures
@@ -110,55 +114,10 @@ class Completions:
             "bodies", short_bytes=SHORT_BODY_BYTES, max_bytes=MAX_PARSED_BYTES, timeout_s=PARSE_TIMEOUT_S
         )
 
-    async def __call__(self, scope: Scope, receive: Receive, response: ClientResponse) -> None:
-        headers: dict[bytes, bytes] = dict(scope["headers"])
-        request_id = request_id_from(_text(headers.get(b"x-request-id")), self._random)
-        make_translation = TRANSLATIONS.get(scope["path"])
-        translation = None if make_translation is None else make_translation()
-        if scope["path"] == messages.PATH and b"x-api-key" in headers:
-            headers[b"authorization"] = b"Bearer " + headers[b"x-api-key"]  # as Anthropic's clients send it
-        client = self._authorize(scope, headers)
-        if isinstance(client, ProxyError):
-            send_error(response, request_id, client, translation)
-        else:
-            log = self._begin(scope["path"], request_id, headers)
-            await self._serve(log, headers, response, receive, client, translation)
-
-    def _authorize(self, scope: Scope, headers: dict[bytes, bytes]) -> Client | ProxyError:
-        """The client, or why the request is rejected."""
-        keys, method, client = self._api_keys, scope["method"], ANONYMOUS
-        if keys is not None:
-            authorization = _text(headers.get(b"authorization"))
-            authenticated = authenticate(keys, scope["path"], method, authorization)
-            if isinstance(authenticated, ProxyError):
-                return authenticated
-            client = authenticated
-        if method != "POST":
-            return WrongMethod(f"{method} is not allowed for this path", allowed="POST")
-        return client
-
-    def _begin(self, path: str, request_id: RequestId, headers: dict[bytes, bytes]) -> RequestLog:
-        """The log of a request, with its trace where traces are on."""
-        trace, arrived_at = None, time.monotonic()
-        if self._tracing is not None:
-            about = {"http.request.method": "POST", "http.route": path, "kvferry.request_id": request_id}
-            parent = {name: _text(headers.get(name.encode())) or "" for name in ("traceparent", "tracestate")}
-            span = self._tracing.serve(f"POST {path}", arrived_at, parent, about)
-            trace = RequestTrace(span, arrived_at)
-        return RequestLog(
-            APIS[path], request_id, self._metrics, self._failures, self._timelines, trace, arrived_at
-        )
-
-    async def _serve(
-        self,
-        log: RequestLog,
-        headers: dict[bytes, bytes],
-        response: ClientResponse,
-        receive: Receive,
-        client: Client,
-        translation: Translation | None,
-    ) -> None:
+    async def __call__(self, head: RequestHead, client: Client, response: ClientResponse) -> None:
         """Serve one request. A client that disconnects cancels this task; so does a proxy that stops."""
+        make_translation, log = TRANSLATIONS.get(head.path), self._begin(head)
+        translation = None if make_translation is None else make_translation()
         endpoint: Endpoint = "completions" if log.api == "completions" else "chat/completions"
         writer = ResponseWriter(response, log, translation)
         tokens: TokenReservation | None = None
@@ -166,13 +125,13 @@ class Completions:
         refused = False
         try:
             rate_limit = client.rate_limit
-            if not rate_limit.is_unlimited:
+            if rate_limit is not None:
                 rate_limit.admit(time.monotonic())
-            raw = await self._body(headers, response, receive)
+            raw = await self._body(head, response)
             salt_key = None if self._share_prefixes else client.salt_key
             parse = partial(_parse_body, endpoint, raw, translation, salt_key)
             request = await self._run_beside(len(raw), parse)
-            if rate_limit.counts_tokens:
+            if rate_limit is not None and rate_limit.counts_tokens:
                 context = self._max_model_len(request.model)
                 tokens = TokenReservation(rate_limit, request, context, time.monotonic())
             request = writer.count_tokens(request)
@@ -181,8 +140,8 @@ class Completions:
                 endpoint,
                 log.request_id,
                 request.seed,
-                _text(headers.get(b"traceparent")),
-                _text(headers.get(b"x-session-id")),
+                head.header(b"traceparent"),
+                head.header(b"x-session-id"),
                 self._random,
             )
             log.set_traceparent(ids.traceparent)
@@ -223,6 +182,18 @@ class Completions:
                 )
                 tokens.settle(end, time.monotonic())
 
+    def _begin(self, head: RequestHead) -> RequestLog:
+        """The log of a request, with its trace where traces are on."""
+        trace, arrived_at = None, time.monotonic()
+        if self._tracing is not None:
+            path = head.path
+            about = {"http.request.method": "POST", "http.route": path, "kvferry.request_id": head.id}
+            parent = {name: head.header(name.encode()) or "" for name in ("traceparent", "tracestate")}
+            span = self._tracing.serve(f"POST {path}", arrived_at, parent, about)
+            trace = RequestTrace(span, arrived_at)
+        api = APIS[head.path]
+        return RequestLog(api, head.id, self._metrics, self._failures, self._timelines, trace, arrived_at)
+
     async def _run_beside(self, nbytes: int, work: Callable[[], T]) -> T:
         """Return what `work` makes of a body, of a large one beside the event loop.
 
@@ -235,14 +206,14 @@ class Completions:
         except PoolBusy as busy:
             raise TooManyBodies(f"large bodies wait to be read: {busy}") from None
 
-    async def _body(self, headers: dict[bytes, bytes], response: ClientResponse, receive: Receive) -> bytes:
+    async def _body(self, head: RequestHead, response: ClientResponse) -> bytes:
         """The request's whole body. Raises `UnsupportedEncoding`, `BodyTooLarge` or `BodyTooSlow`."""
-        check_encoding(_text(headers.get(b"content-encoding")))
-        limit, body = self._max_body_bytes, response.take_request_body()
-        if body is None and int(headers.get(b"content-length", b"0")) <= limit:
+        check_encoding(head.header(b"content-encoding"))
+        limit, body = self._max_body_bytes, response.take_body()
+        if body is None and int(head.headers.get(b"content-length", b"0")) <= limit:
             try:
                 async with asyncio.timeout(self._body_timeout_s):
-                    body = await _receive_body(receive, limit)
+                    body = await response.read_body(limit)
             except TimeoutError as error:
                 raise BodyTooSlow("the body did not arrive in time") from error
         if body is None or len(body) > limit:
@@ -255,17 +226,3 @@ def _parse_body(
 ) -> ClientRequest:
     request = parse_request(endpoint, raw if translation is None else translation.chat_request(raw))
     return request if salt_key is None else salted(request, salt_key)
-
-
-async def _receive_body(receive: Receive, limit: int) -> bytes:
-    """The body that is still being received; reading stops once it exceeds `limit`."""
-    body, more = bytearray(), True  # one buffer: freed pieces would leave gaps in the heap
-    while more and len(body) <= limit:
-        message = await receive()
-        body += message.get("body", b"")
-        more = message.get("more_body", False)
-    return bytes(body)
-
-
-def _text(value: bytes | None) -> str | None:
-    return None if value is None else value.decode("latin-1")

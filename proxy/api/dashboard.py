@@ -8,23 +8,24 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator
 from pathlib import Path
+from typing import Any, cast
 
 from quart import Quart, Response, redirect, request
 from werkzeug.wrappers import Response as AnyResponse
 
 from kvferry.proxy import sse
 from kvferry.proxy.api.operator.commands import OperatorApi
-from kvferry.proxy.api.operator.pages import JSON, Page
-from kvferry.proxy.errors import ProxyError, TooManyViewers
+from kvferry.proxy.api.operator.pages import Page
+from kvferry.proxy.errors import TooManyViewers
+from kvferry.proxy.http.client_connection import EXTENSION, ClientConnection
 from kvferry.proxy.wire.registration import Incarnation
 
 INTERVAL_S = 1.0
 MAX_VIEWERS = 32
 UNREAD_S = 10.0
 """How long what was sent to a viewer may stay unread, before it loses its place. Its page connects again."""
-EVENTS_PATH = "/ui/events"
 RECONNECT = b"retry: 2000\n\n"
 FOLDER = Path(__file__).parent / "ui"
 PAGE = "index.html"
@@ -125,27 +126,25 @@ def add_dashboard(app: Quart, feed: DashboardFeed, views: OperatorApi) -> None:
     async def part(name: str) -> Response:
         return file(name)
 
-    async def data(making: Awaitable[Page]) -> Response:
-        try:
-            made = await making
-        except ProxyError as error:
-            return Response(error.body(), error.status, error.headers, content_type=JSON)
+    def data(made: Page) -> Response:
         return Response(made.body, made.status, HEADERS, content_type=made.content_type)
 
     # A path, since clients choose the ids.
     @app.get("/ui/requests/<path:request_id>")
     async def timeline(request_id: str) -> Response:
-        return await data(views.timeline(request_id))
+        return data(await views.timeline(request_id))
 
     @app.get("/ui/agents/<path:incarnation>")
     async def agent(incarnation: str) -> Response:
-        return await data(views.agent(Incarnation(incarnation)))
+        return data(await views.agent(Incarnation(incarnation)))
 
-    @app.get(EVENTS_PATH)
+    @app.get("/ui/events")
     async def events() -> Response:
         if feed.is_full:
-            error = TooManyViewers(f"the dashboard already has {MAX_VIEWERS} viewers")
-            return Response(error.body(), error.status, error.headers, content_type=JSON)
+            raise TooManyViewers(f"the dashboard already has {MAX_VIEWERS} viewers")
+        connection: ClientConnection | None = cast(Any, request.scope).get("extensions", {}).get(EXTENSION)
+        if connection is not None:
+            connection.limit_unread(UNREAD_S)
         response = Response(
             feed.events(request.args.get("model", "")), headers=HEADERS, content_type=sse.CONTENT_TYPE
         )

@@ -66,7 +66,6 @@ class RateLimit:
     def __init__(self, requests: Rate | None, tokens: Rate | None) -> None:
         self._requests = None if requests is None else Bucket(requests)
         self._tokens = None if tokens is None else Bucket(tokens)
-        self.is_unlimited = requests is tokens is None
         self._most_tokens = 0 if tokens is None else tokens.amount
 
     @property

@@ -11,6 +11,7 @@ import msgspec
 
 from kvferry.common.http.server import Header
 from kvferry.proxy import sse
+from kvferry.proxy.api.translations import messages
 from kvferry.proxy.errors import AgentError, ProxyError, agent_error
 from kvferry.proxy.exchange.legs import PausableSource
 from kvferry.proxy.http.client_connection import ClientResponse
@@ -34,9 +35,6 @@ class ResponseRewriter(Protocol):
 
     def events(self, events: bytes) -> bytes:
         """Rewrite whole events of a stream; the result may be empty. Raises `BadResponse`."""
-
-    def error(self, error: ProxyError) -> bytes:
-        """The body of an error."""
 
 
 class ResponseWriter:
@@ -141,7 +139,7 @@ class ResponseWriter:
         """End the request by an error: as an HTTP status, or in a started stream as an event and `[DONE]`."""
         if not self.is_started:
             self._log.end(error.status, error.code, error.message)
-            send_error(self._response, self._log.request_id, error, self._rewriter)
+            send_error(self._response, self._log.request_id, error, self._log.api == "messages")
             return
         self.write(sse.event(error.body()) + sse.DONE)
         self._outcome = error.status, error.code, error.message
@@ -213,17 +211,21 @@ def _without_usage(event: bytes) -> bytes:
     return sse.event(members)
 
 
-def send_error(
-    response: ClientResponse,
-    request_id: RequestId,
-    error: ProxyError,
-    rewriter: ResponseRewriter | None = None,
-) -> None:
-    """Send an error that is the whole response."""
-    body = error.body() if rewriter is None else rewriter.error(error)
+def error_response(
+    error: ProxyError, request_id: RequestId, is_anthropic: bool
+) -> tuple[int, list[Header], bytes]:
+    """The status, headers and body of an error in OpenAI's or Anthropic's format."""
+    body = messages.error_body(error) if is_anthropic else error.body()
     headers = [(name.lower().encode(), value.encode("latin-1")) for name, value in error.headers.items()]
     content = (b"content-type", b"application/json")
-    response.send(error.status, (content, _request_id_header(request_id), *headers), body)
+    return error.status, [content, _request_id_header(request_id), *headers], body
+
+
+def send_error(
+    response: ClientResponse, request_id: RequestId, error: ProxyError, is_anthropic: bool
+) -> None:
+    """Send an error that is the whole response."""
+    response.send(*error_response(error, request_id, is_anthropic))
 
 
 def _request_id_header(request_id: RequestId) -> Header:

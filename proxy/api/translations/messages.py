@@ -362,10 +362,6 @@ class MessagesRewriter(chat.StreamRewriter):
             _message(answer, blocks, reason, sequence, _counts(answer.usage or chat.ChatUsage()))
         )
 
-    def error(self, error: ProxyError) -> bytes:
-        """See the function."""
-        return error_body(error)
-
     def _rewrite(self, event: chat.Chat) -> Iterator[bytes]:
         if event.usage is not None:
             self._usage = event.usage

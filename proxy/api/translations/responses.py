@@ -18,7 +18,7 @@ from msgspec import Meta, Raw, field
 from kvferry.common.exceptions import NOT_JSON
 from kvferry.proxy.api.translations import chat
 from kvferry.proxy.api.translations.response_items import ResponseItems
-from kvferry.proxy.errors import InvalidRequest, ProxyError
+from kvferry.proxy.errors import InvalidRequest
 
 PATH = "/v1/responses"
 _NULL = Raw(b"null")
@@ -468,10 +468,6 @@ class ResponsesRewriter(chat.StreamRewriter):
         list(self._output.add(choice.message or chat.ChatContent(), choice.logprobs))
         list(self._output.end(self._status))
         return msgspec.json.encode(self._response(self._status))
-
-    def error(self, error: ProxyError) -> bytes:
-        """The body of an error: OpenAI's, as it is."""
-        return error.body()
 
     def _rewrite(self, event: chat.Chat) -> Iterator[bytes]:
         yield from self._created(event)
