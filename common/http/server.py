@@ -28,6 +28,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from kvferry.common.http.browser_guard import BrowserGuard
+from kvferry.common.memory_budget import MemoryBudget, largest, oldest
 from kvferry.common.telemetry.recurring_warnings import RecurringWarnings
 
 MAX_HEAD_BYTES = 64 * 1024
@@ -184,59 +185,16 @@ class ServerBounds:
         max_unread_bytes: int = MAX_UNREAD_BYTES_HELD,
     ) -> None:
         self.max_connections = max_connections_allowed() if max_connections is None else max_connections
-        self._room = max_body_bytes
-        self._partial_room = max_partial_bytes
-        self._partial: dict[GuardedConnection, int] = {}
-        """Bytes of bodies that have not arrived completely; the one that began first is in front."""
+        self.partial = MemoryBudget[GuardedConnection](max_partial_bytes, oldest, GuardedConnection.drop_body)
+        self.bodies = MemoryBudget[GuardedConnection](
+            max_body_bytes, lambda _, last: next(iter(self.partial.held), last), GuardedConnection.drop_body
+        )
+        """Partial bodies are dropped first, else the one that has just grown."""
+        self.unread = MemoryBudget[GuardedConnection](
+            max_unread_bytes, largest, GuardedConnection.disconnect_reader
+        )
         self.turns = _Turns()
         self.warnings = RecurringWarnings(logger)
-        self._unread_room = max_unread_bytes
-        self._unread: dict[GuardedConnection, int] = {}
-        """Bytes written for clients that do not read, when they were last counted."""
-
-    def hold(self, connection: GuardedConnection, size: int) -> None:
-        """Count bytes of a body; to be released.
-
-        Beyond the limit the partial bodies that began first are dropped; without any, that of `connection`.
-        """
-        self._room -= size
-        while self._room < 0:
-            next(iter(self._partial), connection).drop_body()
-
-    def release(self, size: int) -> None:
-        """Count bytes of a body that was held as gone."""
-        self._room += size
-
-    def note_partial(self, connection: GuardedConnection, size: int) -> None:
-        """Record how much of a body has arrived that is to go on.
-
-        Beyond the limit those that began first are dropped.
-        """
-        self._partial_room -= size - self._partial.get(connection, 0)
-        self._partial[connection] = size
-        while self._partial_room < 0:
-            next(iter(self._partial)).drop_body()
-
-    def note_whole(self, connection: GuardedConnection) -> None:
-        """Record that a body has arrived completely, or never will. Idempotent."""
-        self._partial_room += self._partial.pop(connection, 0)
-
-    def note_unread(self, connection: GuardedConnection, size: int) -> None:
-        """Record what is buffered for a client that does not read.
-
-        Beyond the limit the connections are closed for which most is buffered.
-        """
-        self._unread_room -= size - self._unread.get(connection, 0)
-        self._unread[connection] = size
-        while self._unread_room < 0:
-            largest = max(self._unread, key=self._unread.__getitem__)
-            self.note_read(largest)
-            logger.warning("%s reads too little of its response, and is disconnected", largest.client)
-            largest.transport.abort()
-
-    def note_read(self, connection: GuardedConnection) -> None:
-        """Record that a client reads again, or has gone. Idempotent."""
-        self._unread_room += self._unread.pop(connection, 0)
 
 
 def spare_full_collections() -> None:
@@ -314,8 +272,6 @@ class GuardedConnection(HttpToolsProtocol):
         self._num_chunks = 0
         self._body_bytes = 0
         """Of the bodies of its requests that have no complete response yet."""
-        self._is_partial = False
-        """Whether the bounds know of a body that has not arrived completely."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -344,8 +300,7 @@ class GuardedConnection(HttpToolsProtocol):
             if self.transport.is_closing():
                 return
             if self._body_bytes and self.cycle.more_body:
-                self._is_partial = True
-                self._bounds.note_partial(self, self._body_bytes)
+                self._bounds.partial.hold(self, self._body_bytes)
             if not data:
                 self._start_head_deadline()
                 return
@@ -423,7 +378,7 @@ class GuardedConnection(HttpToolsProtocol):
         if self.cycle.response_complete or self.transport.is_closing():
             return
         self._body_bytes += len(body)
-        self._bounds.hold(self, len(body))
+        self._bounds.bodies.hold(self, self._body_bytes)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -431,7 +386,7 @@ class GuardedConnection(HttpToolsProtocol):
             return
         super().on_message_complete()
         self._head_room = MAX_HEAD_BYTES
-        self._note_whole()
+        self._bounds.partial.release(self)
         # uvicorn stopped reading at 64 KiB, and resumes when the application asks for more. It does not ask
         # after the end of the body, but a disconnect is noticed only while reading.
         self.flow.resume_reading()
@@ -460,18 +415,18 @@ class GuardedConnection(HttpToolsProtocol):
         if self._idle_timer is not None:
             self._idle_timer.cancel()
         self._release_bodies()
-        self._bounds.note_read(self)
+        self._bounds.unread.release(self)
         self.pipeline.clear()
         if self.cycle is not None and self.cycle.response_complete:
             self.cycle = None  # type: ignore[assignment]  # they refer to each other
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._bounds.note_unread(self, self.transport.get_write_buffer_size())
+        self._bounds.unread.hold(self, self.transport.get_write_buffer_size())
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._bounds.note_read(self)
+        self._bounds.unread.release(self)
 
     def shutdown(self) -> None:
         """Called when the server stops: answer what is being served, and close."""
@@ -490,6 +445,11 @@ class GuardedConnection(HttpToolsProtocol):
             return
         self.cycle.disconnected = True  # the application's own response would come too late
         self._send_error(503, "too_many_bodies", "the server holds as much of requests' bodies as it may")
+
+    def disconnect_reader(self) -> None:
+        """Called when most of what clients do not read is buffered for this one."""
+        logger.warning("%s reads too little of its response, and is disconnected", self.client)
+        self.transport.abort()
 
     @property
     def _is_serving(self) -> bool:
@@ -534,14 +494,9 @@ class GuardedConnection(HttpToolsProtocol):
             self.cycle.body = bytearray()
         for cycle, _ in self.pipeline:
             cycle.body = bytearray()
-        self._bounds.release(self._body_bytes)
         self._body_bytes = 0
-        self._note_whole()
-
-    def _note_whole(self) -> None:
-        if self._is_partial:
-            self._is_partial = False
-            self._bounds.note_whole(self)
+        self._bounds.bodies.release(self)
+        self._bounds.partial.release(self)
 
     def _replace_idle(self) -> bool:
         """Close a connection without a request, in favour of this one. False: none was found."""
