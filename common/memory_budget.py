@@ -30,7 +30,8 @@ class MemoryBudget(Generic[H]):
     def __init__(
         self, max_bytes: int, choose: Callable[[Mapping[H, int], H], H], evict: Callable[[H], object]
     ) -> None:
-        self._left = max_bytes
+        self.left = max_bytes
+        """How many bytes may be held yet."""
         self._choose = choose
         self._evict = evict
         self.held: dict[H, int] = {}
@@ -38,13 +39,13 @@ class MemoryBudget(Generic[H]):
 
     def hold(self, holder: H, size: int) -> None:
         """Record how many bytes a holder has by now; to be released."""
-        self._left -= size - self.held.get(holder, 0)
+        self.left -= size - self.held.get(holder, 0)
         self.held[holder] = size
-        while self._left < 0:
+        while self.left < 0:
             chosen = self._choose(self.held, holder)
             self.release(chosen)
             self._evict(chosen)
 
     def release(self, holder: H) -> None:
         """Record that a holder has nothing any more. Idempotent."""
-        self._left += self.held.pop(holder, 0)
+        self.left += self.held.pop(holder, 0)

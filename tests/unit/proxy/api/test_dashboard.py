@@ -17,7 +17,6 @@ import aiohttp
 import pytest
 from yarl import URL
 
-from kvferry.proxy import server
 from kvferry.proxy.api import dashboard
 from kvferry.proxy.api.dashboard import FOLDER
 from kvferry.proxy.config import ProxyConfig
@@ -336,7 +335,7 @@ async def test_viewers_that_do_not_read_make_way(
     start_stage: StartStage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """N9: the system buffered megabytes for each of them, so they had their places for ever."""
-    monkeypatch.setattr(server, "UNREAD_S", 1.0)
+    monkeypatch.setattr(dashboard, "UNREAD_S", 1.0)
     stage = await start_stage()
     feed, url = stage.proxy.services.dashboard, f"{stage.proxy.url}/ui/events"
     async with stage.http.get(url) as reading, AsyncExitStack() as stack:

@@ -61,7 +61,7 @@ async def test_they_are_counted_until_they_are_one(
     """Those that were complete were counted no more: up to 64 MiB a request, or 64 for each choice."""
     decode = await bring(stage)
     bounds = stage.proxy.services.upstream.bounds
-    unused = bounds._room
+    unused = bounds.left
     assert (await stage.ask(BODY))[0] == 200
     for client_leaves in (True, False):
         decode.asked.clear()
@@ -75,14 +75,14 @@ async def test_they_are_counted_until_they_are_one(
             asking.cancel()
             await asyncio.wait([asking])
         else:  # it holds most when there is room for no more
-            room, bounds._room = bounds._room, 0
+            left, bounds.left = bounds.left, 0
             bounds.hold(trickle := Trickle(), 1)
             status, body = await asking
             assert (status, body["error"]["code"]) == (503, "too_many_responses")
             bounds.release(trickle)
-            bounds._room += room
+            bounds.left += left
         await until(lambda: not bounds.held, SOON_S)
-        assert bounds._room == unused
+        assert bounds.left == unused
 
 
 @pytest.mark.parametrize("bring", [native, foreign])

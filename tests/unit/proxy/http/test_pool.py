@@ -261,4 +261,4 @@ async def test_the_answer_that_holds_most_gives_way() -> None:
             await upstream.get(agent, large, deadline=by)
         end.set()
         assert [len(await each) for each in asking] == [2**19, 2**19]
-        assert upstream.bounds._room == 2**20, "what has ended holds nothing"
+        assert upstream.bounds.left == 2**20, "what has ended holds nothing"
