@@ -22,7 +22,7 @@ def test_beyond_the_limit_holders_are_evicted(choose: object, evicted: list[str]
     assert gone == evicted
     budget.release("b")
     budget.release("c")
-    assert budget.held == {name: 10 for name in {"a"} - set(evicted)}
+    assert budget.held == dict.fromkeys({"a"} - set(evicted), 10)
 
 
 def test_one_that_is_too_much_alone_is_evicted_itself() -> None:
