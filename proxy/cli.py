@@ -19,12 +19,9 @@ from kvferry.common.stop import StopRequest
 from kvferry.common.telemetry.logs import configure_logging
 from kvferry.proxy.api.auth import BadKeyFile
 from kvferry.proxy.config import ProxyConfig, parse_config
-from kvferry.proxy.server import RunningProxy, running_proxy
-from kvferry.proxy.wire.registration import NODE_EXPIRY_S
+from kvferry.proxy.server import SETTLE_S, RunningProxy, running_proxy
 from kvferry.proxy.workers.supervisor import RunningWorkers, WorkersFailed, running_workers
 
-SETTLE_S = NODE_EXPIRY_S
-"""An agent that has not announced itself by then does not live."""
 BAD_FILES = (BadKeyFile, BadClusterKey, BadCertificate, BadEngineServer)
 
 

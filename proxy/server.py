@@ -55,7 +55,7 @@ from kvferry.proxy.telemetry.history import FailureLog, History
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.telemetry.timelines import Timelines
 from kvferry.proxy.telemetry.transfer_totals import TransferTotals
-from kvferry.proxy.wire.registration import PULL_BUCKETS
+from kvferry.proxy.wire.registration import NODE_EXPIRY_S, PULL_BUCKETS
 
 if TYPE_CHECKING:
     from kvferry.common.telemetry.spans import Tracing
@@ -63,6 +63,8 @@ if TYPE_CHECKING:
 CLIENT_KEEPALIVE_S = 75
 LAST_REQUEST_S = 1.0
 """For a request that a client has sent while it did not know that the proxy ends."""
+SETTLE_S = NODE_EXPIRY_S
+"""An agent that has not announced itself by then does not live."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +166,37 @@ async def running_proxy(
     port is taken or a file cannot be read, and `BadKeyFile`, `BadClusterKey`, `BadCertificate` or
     `BadEngineServer` when a file is not one.
     """
-    keys, clock = Keys.read(config), asyncio.get_running_loop().time
+    keys, stop = Keys.read(config), stop or StopRequest(config.drain_s)
+    with listening_socket(config.host, config.port) as listener:
+        async with (
+            _open_proxy(config, keys, stop, settle_s) as (services, discovery_port),
+            serving(services, keys, listener, stop),
+        ):
+            yield RunningProxy(services, services.fleet, listener.getsockname()[1], discovery_port)
+
+
+def asgi_app(config: ProxyConfig) -> Quart:
+    """The proxy for another ASGI server, whose options take the place of `host`, `port` and TLS: the
+    application's lifespan opens and closes it. Requests wait for agents as long as `SETTLE_S` says.
+    """
+    app = Quart(__name__, static_folder=None)
+
+    @app.while_serving
+    async def proxy() -> AsyncIterator[None]:
+        stop = StopRequest(config.drain_s)
+        async with _open_proxy(config, Keys.read(config), stop, SETTLE_S) as (services, _):
+            app.asgi_app = services.create_app().asgi_app  # type: ignore[method-assign]
+            yield
+
+    return app
+
+
+@asynccontextmanager
+async def _open_proxy(
+    config: ProxyConfig, keys: Keys, stop: StopRequest, settle_s: float
+) -> AsyncIterator[tuple[Services, int]]:
+    """Open all of a proxy but its HTTP server; also return the port of discovery."""
+    clock = asyncio.get_running_loop().time
     metrics, history = metrics_of(config), History(PULL_BUCKETS)
     failures, timelines = FailureLog(), Timelines()
     fleet = Fleet(fleet_settings(config), metrics, clock, clock() + settle_s)
@@ -187,27 +219,16 @@ async def running_proxy(
     metrics.add_collector(FleetCollector(fleet.registry.snapshot, fleet.registry.lost, discovery.down))
     metrics.add_collector(AgentCollector(fleet))
     metrics.add_collector(ScalingCollector(fleet))
-    with listening_socket(config.host, config.port) as listener:
-        async with (
-            discovery.running(fleet.slots.in_flight) as discovery_port,
-            history.recording(lambda: metrics.totals().plus(transfers.totals()), metrics.model_totals),
-            serving(
-                config,
-                keys,
-                fleet,
-                metrics,
-                failures,
-                timelines,
-                views,
-                listener,
-                stop or StopRequest(config.drain_s),
-            ) as services,
-        ):
-            yield RunningProxy(services, fleet, listener.getsockname()[1], discovery_port)
+    async with (
+        discovery.running(fleet.slots.in_flight) as discovery_port,
+        history.recording(lambda: metrics.totals().plus(transfers.totals()), metrics.model_totals),
+        open_services(config, keys, fleet, metrics, failures, timelines, views, stop) as services,
+    ):
+        yield services, discovery_port
 
 
 @asynccontextmanager
-async def serving(
+async def open_services(
     config: ProxyConfig,
     keys: Keys,
     fleet: Fleet,
@@ -215,22 +236,20 @@ async def serving(
     failures: FailureLog,
     timelines: Timelines,
     views: OperatorApi,
-    listener: socket.socket,
     stop: StopRequest,
 ) -> AsyncIterator[Services]:
-    """Serve clients on `listener` while the context is open; leaving it ends as `running_proxy` says.
+    """Open what serves the clients of a process, but for its HTTP server; `fleet` must outlive it.
 
-    `fleet` must outlive the context: requests are still served while it is being left.
+    Leaving it sends the drops of requests that were cut, for as long as `stop` says.
     """
     async with UpstreamPool(pool_settings(config, keys.cluster)) as upstream:
         hosts = AllowedHosts(config.allowed_hosts, [config.host]) if keys.clients is None else None
-        drops = KvDrops(upstream, metrics)
         services = Services(
             config=config,
             fleet=fleet,
             retry_budget=RetryBudget(),
             upstream=upstream,
-            drops=drops,
+            drops=KvDrops(upstream, metrics),
             metrics=metrics,
             failures=failures,
             timelines=timelines,
@@ -240,26 +259,38 @@ async def serving(
             browser_guard=BrowserGuard(hosts, CorsPolicy(config.cors_origins).allows),
             tracing=open_tracing(config.otlp_endpoint, {"service.name": "kvferry-proxy"}),
         )
-        server = HttpServer(_uvicorn_config(services, keys.tls))
         try:
             async with asyncio.TaskGroup() as tasks:
-                clients = tasks.create_task(server.serve(sockets=[listener]))
-                ending_at_once = tasks.create_task(_force_stop(server, stop))
                 watching = tasks.create_task(upstream.hang_detector.run(fleet.registry, fleet.clock))
                 try:
                     yield services
                 finally:
                     services.dashboard.close()
-                    server.config.timeout_graceful_shutdown = math.ceil(stop.limit_s)
-                    server.should_exit = True
-                    await asyncio.wait([clients])
-                    ending_at_once.cancel()
-                    await server.cancel_requests()
                     watching.cancel()
         finally:
-            await drops.settle()
+            await services.drops.settle()
             if services.tracing is not None:
                 await services.tracing.close(FLUSH_TIMEOUT_S, stop.at_once)
+
+
+@asynccontextmanager
+async def serving(
+    services: Services, keys: Keys, listener: socket.socket, stop: StopRequest
+) -> AsyncIterator[None]:
+    """Serve clients on `listener` while the context is open; leaving it ends as `running_proxy` says."""
+    server = HttpServer(_uvicorn_config(services, keys.tls))
+    async with asyncio.TaskGroup() as tasks:
+        clients = tasks.create_task(server.serve(sockets=[listener]))
+        ending_at_once = tasks.create_task(_force_stop(server, stop))
+        try:
+            yield
+        finally:
+            services.dashboard.close()
+            server.config.timeout_graceful_shutdown = math.ceil(stop.limit_s)
+            server.should_exit = True
+            await asyncio.wait([clients])
+            ending_at_once.cancel()
+            await server.cancel_requests()
 
 
 async def _force_stop(server: HttpServer, stop: StopRequest) -> None:

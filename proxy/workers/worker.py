@@ -28,7 +28,7 @@ from kvferry.proxy.api.operator.pages import Page, timeline_page
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.errors import ProxyError
 from kvferry.proxy.fleet.fleet import Fleet
-from kvferry.proxy.server import serving
+from kvferry.proxy.server import open_services, serving
 from kvferry.proxy.settings import Keys, fleet_settings, listening_socket, metrics_of
 from kvferry.proxy.telemetry.agent_history import AgentHistories
 from kvferry.proxy.telemetry.collectors import AgentCollector, ScalingCollector
@@ -254,7 +254,10 @@ async def _serve(channel: SupervisorChannel, config: ProxyConfig, start: Start) 
     with listening_socket(config.host, start.port, shared=True) as listener:
         async with asyncio.TaskGroup() as tasks:
             talking = [tasks.create_task(worker.receive()), tasks.create_task(worker.beat())]
-            async with serving(config, keys, fleet, metrics, failures, timelines, worker, listener, stop):
+            async with (
+                open_services(config, keys, fleet, metrics, failures, timelines, worker, stop) as services,
+                serving(services, keys, listener, stop),
+            ):
                 spare_full_collections()
                 channel.send(Listening())
                 await stop.made.wait()

@@ -12,12 +12,15 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import hypercorn.asyncio
 import hypercorn.config
 import pytest
 import uvicorn
 from quart import Quart
 
+from kvferry.proxy.config import ProxyConfig
+from kvferry.proxy.server import asgi_app
 from tests.standins.agents import Fault
 from tests.unit.proxy.conftest import Stage, StartStage
 
@@ -150,6 +153,17 @@ async def test_a_stream_that_breaks_ends_with_an_error_event(stage: Stage, serve
         stage.http.post(f"{url}/v1/completions", json={**BODY, "stream": True}) as response,
     ):
         assert (await response.read()).endswith(b"data: [DONE]\n\n")
+
+
+@SERVERS
+async def test_a_proxy_is_an_application_of_its_own(serve: Serve) -> None:
+    """Its lifespan opens and closes it: no other server listens for clients."""
+    app = asgi_app(ProxyConfig(discovery_port=0))
+    async with serve(app) as url, aiohttp.ClientSession() as http:
+        async with http.get(f"{url}/health") as response:
+            assert response.status == 200
+        async with http.get(f"{url}/nodes") as response:
+            assert (await response.json())["nodes"] == []
 
 
 async def test_quarts_test_client_completes(stage: Stage) -> None:

@@ -17,7 +17,7 @@ import aiohttp
 import psutil
 import pytest
 
-from kvferry.proxy.cli import SETTLE_S
+from kvferry.proxy.server import SETTLE_S
 from kvferry.proxy.wire.registration import NODE_EXPIRY_S
 from tests.standins.agents import StandInAgent
 
