@@ -7,7 +7,7 @@ import asyncio
 import math
 import socket
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -182,7 +182,7 @@ def asgi_app(config: ProxyConfig) -> Quart:
     app = Quart(__name__, static_folder=None)
 
     @app.while_serving
-    async def proxy() -> AsyncIterator[None]:
+    async def proxy() -> AsyncGenerator[None, None]:
         stop = StopRequest(config.drain_s)
         async with _open_proxy(config, Keys.read(config), stop, SETTLE_S) as (services, _):
             app.asgi_app = services.create_app().asgi_app  # type: ignore[method-assign]
