@@ -23,11 +23,10 @@ from kvferry.common.http.browser_guard import BrowserGuard
 from kvferry.common.http.server import Header
 from kvferry.proxy.api import openapi
 from kvferry.proxy.api.auth import ANONYMOUS, MESSAGES_PREFIX, ApiKeys, Client, authenticate
-from kvferry.proxy.api.completions import APIS, Completions
+from kvferry.proxy.api.completions import APIS, Completions, error_response, send_error
 from kvferry.proxy.api.dashboard import DashboardFeed, add_dashboard
 from kvferry.proxy.api.operator.commands import OperatorApi, PageName
 from kvferry.proxy.api.operator.pages import JSON, Page
-from kvferry.proxy.api.response_writer import error_response, send_error
 from kvferry.proxy.api.tokenizing import TokenizerRelay
 from kvferry.proxy.api.translations import messages
 from kvferry.proxy.errors import (

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from kvferry.proxy import sse
-from kvferry.proxy.api.response_writer import ResponseWriter
+from kvferry.proxy.api.completions import ResponseWriter
 from tests.helpers.waiting import until
 from tests.standins.agents import Fault
 from tests.unit.proxy.conftest import Stage, StartStage
