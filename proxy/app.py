@@ -23,7 +23,7 @@ from kvferry.common.http.browser_guard import BrowserGuard
 from kvferry.common.http.server import Header
 from kvferry.proxy.api import openapi
 from kvferry.proxy.api.auth import ANONYMOUS, MESSAGES_PREFIX, ApiKeys, Client, authenticate
-from kvferry.proxy.api.completions import APIS, Completions, error_response, send_error
+from kvferry.proxy.api.completions import APIS, Completions, error_response
 from kvferry.proxy.api.dashboard import DashboardFeed, add_dashboard
 from kvferry.proxy.api.operator.commands import OperatorApi, PageName
 from kvferry.proxy.api.operator.pages import JSON, Page
@@ -256,7 +256,7 @@ async def _send_preflight(headers: Iterable[Header], response: ClientResponse) -
 
 
 async def _send_error(head: RequestHead, error: ProxyError, response: ClientResponse) -> None:
-    send_error(response, head.id, error, _is_anthropic(head))
+    response.send(*error_response(error, head.id, _is_anthropic(head)))
 
 
 def _with_headers(send: Send, headers: Iterable[Header]) -> Send:

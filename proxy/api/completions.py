@@ -353,7 +353,8 @@ class ResponseWriter:
         """End the request by an error: as an HTTP status, or in a started stream as an event and `[DONE]`."""
         if not self.is_started:
             self._log.end(error.status, error.code, error.message)
-            send_error(self._response, self._log.request_id, error, self._log.api == "messages")
+            is_anthropic = self._log.api == "messages"
+            self._response.send(*error_response(error, self._log.request_id, is_anthropic))
             return
         self.write(sse.event(error.body()) + sse.DONE)
         self._outcome = error.status, error.code, error.message
@@ -402,7 +403,7 @@ class ResponseWriter:
 
     def _headers(self) -> tuple[Header, Header]:
         timing = (b"server-timing", self._log.server_timing().encode("latin-1"))
-        return _request_id_header(self._log.request_id), timing
+        return (b"x-request-id", self._log.request_id.encode()), timing
 
     def _on_pause(self, paused: bool) -> None:
         self._is_paused = paused
@@ -432,15 +433,4 @@ def error_response(
     body = messages.error_body(error) if is_anthropic else error.body()
     headers = [(name.lower().encode(), value.encode("latin-1")) for name, value in error.headers.items()]
     content = (b"content-type", b"application/json")
-    return error.status, [content, _request_id_header(request_id), *headers], body
-
-
-def send_error(
-    response: ClientResponse, request_id: RequestId, error: ProxyError, is_anthropic: bool
-) -> None:
-    """Send an error that is the whole response."""
-    response.send(*error_response(error, request_id, is_anthropic))
-
-
-def _request_id_header(request_id: RequestId) -> Header:
-    return (b"x-request-id", request_id.encode())
+    return error.status, [content, (b"x-request-id", request_id.encode()), *headers], body

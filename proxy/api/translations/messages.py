@@ -326,7 +326,7 @@ def connection_error(target: bytes, status: int, code: str, message: str) -> byt
 
 
 class MessagesRewriter(chat.StreamRewriter):
-    """Rewrites the chat's answer to one request (`ResponseRewriter`): whole, or a stream event by event."""
+    """Rewrites the chat's answer to one request (`Translation`): whole, or a stream event by event."""
 
     def __init__(self) -> None:
         super().__init__()
