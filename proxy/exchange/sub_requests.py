@@ -22,7 +22,7 @@ from kvferry.proxy import sse
 from kvferry.proxy.dialects.base import Dialect, Prefilled, SubRequest
 from kvferry.proxy.errors import AgentRejected, ProxyError, TooManyResponses
 from kvferry.proxy.http.pool import MAX_BODY_BYTES
-from kvferry.proxy.http.response_bounds import ResponseBounds
+from kvferry.proxy.http.upstream_connection import ResponseBounds
 from kvferry.proxy.ids import Identity, TransferId
 from kvferry.proxy.request import ClientRequest, split_prompts
 

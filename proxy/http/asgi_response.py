@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from kvferry.common.http.server import Header
 from kvferry.proxy.http.client_connection import ClientResponse, Handler, Message, Receive, Send
 
-MAX_UNSENT_BYTES = 64 * 1024
+PAUSE_BYTES = 64 * 1024
 """Beyond them the sources of a response are paused. A transport's buffer has as many."""
 
 
@@ -58,7 +58,7 @@ class AsgiResponse(ClientResponse):
     def write(self, piece: bytes) -> None:
         self._pieces += piece
         self._changed.set()
-        if len(self._pieces) > MAX_UNSENT_BYTES and not self._is_paused:
+        if len(self._pieces) > PAUSE_BYTES and not self._is_paused:
             self._is_paused = True
             self.on_pause(True)
 

@@ -31,11 +31,11 @@ from kvferry.proxy.errors import (
     shorten,
 )
 from kvferry.proxy.http.hang_detector import HangDetector
-from kvferry.proxy.http.response_bounds import ResponseBounds
 from kvferry.proxy.http.upstream_connection import (
     AgentUnresponsive,
     ConnectionBroken,
     ConnectionState,
+    ResponseBounds,
     Sink,
     StaleConnection,
     UpstreamConnection,

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import cast
+from typing import Protocol, cast
 
 import httptools
 
+from kvferry.common.http.memory_budget import MemoryBudget, largest
 from kvferry.common.state_machine import State, transition
-from kvferry.proxy.http.response_bounds import ResponseBounds
+from kvferry.proxy.errors import ProxyError, TooManyResponses
 
 Sink = Callable[[bytes], None]
 """Consumes one piece of a body. What it raises closes the connection and is re-raised to the reader."""
@@ -31,7 +32,30 @@ MEASURED_BYTES = 64 * 1024
 """After how much of a response what is held of it is counted anew."""
 STALE_AFTER_S = 1.0
 """A server that closes a connection sooner after its last response does not do so because it is idle."""
+MAX_RESPONSE_BYTES_HELD = 1024 * 1024 * 1024
+"""Of all responses: bodies that are read as a whole, events without their end, token lines of streams."""
 NO_DEADLINE = float("inf")
+
+
+class HeldResponse(Protocol):
+    """A response that is being read (`UpstreamConnection`)."""
+
+    def fail(self, error: ProxyError) -> None:
+        """End it, so that what it holds is freed."""
+
+
+class ResponseBounds(MemoryBudget[HeldResponse]):
+    """Beyond the limit the response that holds most is ended.
+
+    So a server that sends much ends its own responses first, and those of others that send little go on.
+    """
+
+    def __init__(self, max_bytes: int = MAX_RESPONSE_BYTES_HELD) -> None:
+        super().__init__(max_bytes, largest, _end)
+
+
+def _end(response: HeldResponse) -> None:
+    response.fail(TooManyResponses("the proxy holds as much of servers' responses as it may"))
 
 
 class ConnectionBroken(Exception):

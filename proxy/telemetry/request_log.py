@@ -96,7 +96,8 @@ class RequestLog:
         self._transfer_ids: list[TransferId] = []
         self._choices = 1
         self._model = ""
-        self._pair: Pair | None = None
+        self._agents: tuple[str, str] | None = None
+        """Where the latest attempt's prefill and decode legs go."""
         self._agent = ""
         """The address of the agent that the request was sent to last."""
         self._model_metrics = metrics.of_model("")
@@ -115,8 +116,8 @@ class RequestLog:
         spent = now - self._phase_since
         self._phase_since = now
         self._timeline.enter(phase, now)
-        if self._pair is not None and phase in _SENT:
-            self._agent = (self._pair.prefill if phase is Phase.PREFILL else self._pair.decode).info.location
+        if self._agents is not None and phase in _SENT:
+            self._agent = self._agents[phase is not Phase.PREFILL]
         self._seconds[before] = self._seconds.get(before, 0.0) + spent
         of_model.phases[before].observe(spent)
         in_flight.add((before, of_model.model), -1)
@@ -163,8 +164,10 @@ class RequestLog:
 
     def add_attempt(self, pair: Pair, transfer_id: TransferId) -> None:
         """Record that the request was routed, perhaps again."""
-        prefill, decode = pair.prefill.info.location, pair.decode.info.location
-        self._pair = pair
+        first, second = pair.prefill.info, pair.decode.info
+        prefill = first.address if first.dp_rank is None else first.location  # most have none
+        decode = second.address if second.dp_rank is None else second.location
+        self._agents = prefill, decode
         self._facts |= {"prefill": prefill, "decode": decode}
         self._timeline.add_attempt(time.monotonic(), prefill, decode, "" if pair.alone else transfer_id)
         if not pair.alone:

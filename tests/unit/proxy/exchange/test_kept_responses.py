@@ -12,7 +12,7 @@ import pytest
 from kvferry.proxy.errors import ProxyError, TooManyResponses
 from kvferry.proxy.exchange import sub_requests
 from kvferry.proxy.exchange.sub_requests import KeptResponses, SubResponse, whole_request
-from kvferry.proxy.http.response_bounds import ResponseBounds
+from kvferry.proxy.http.upstream_connection import ResponseBounds
 from kvferry.proxy.ids import AnswerId, Identity, RequestId, TransferId
 from kvferry.proxy.request import parse_request
 from tests.helpers.waiting import until

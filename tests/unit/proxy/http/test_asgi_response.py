@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.proxy.http.asgi_response import MAX_UNSENT_BYTES, AsgiResponse
+from kvferry.proxy.http.asgi_response import PAUSE_BYTES, AsgiResponse
 from kvferry.proxy.http.client_connection import ClientResponse
 
 WAIT_S = 20.0
@@ -38,7 +38,7 @@ async def test_a_client_that_does_not_read_pauses_and_is_let_go() -> None:
         response.on_pause = paused.append
         response.start(200, ())
         await asyncio.sleep(0)
-        response.write(b"x" * MAX_UNSENT_BYTES)
+        response.write(b"x" * PAUSE_BYTES)
         assert not paused
         response.write(b"y")
         assert paused == [True]
@@ -55,7 +55,7 @@ async def test_a_client_that_does_not_read_pauses_and_is_let_go() -> None:
         await AsgiResponse(server.receive, server.send, stall_s=0.5).serve(serve)
     start, piece, last = server.sent
     assert start["type"] == "http.response.start"
-    assert piece["body"] == b"x" * MAX_UNSENT_BYTES + b"y" and piece["more_body"] and last["body"] == b"z"
+    assert piece["body"] == b"x" * PAUSE_BYTES + b"y" and piece["more_body"] and last["body"] == b"z"
 
 
 @pytest.mark.parametrize("in_body", [True, False], ids=["in its body", "later"])

@@ -18,8 +18,7 @@ from kvferry.proxy.errors import AgentLost, OutOfDescriptors, ProxyError, TooMan
 from kvferry.proxy.http import pool as pool_module
 from kvferry.proxy.http import upstream_connection
 from kvferry.proxy.http.pool import LARGE_RESPONSE_BYTES, ConnectionLimit, PoolSettings, UpstreamPool
-from kvferry.proxy.http.response_bounds import ResponseBounds
-from kvferry.proxy.http.upstream_connection import STALE_AFTER_S
+from kvferry.proxy.http.upstream_connection import STALE_AFTER_S, ResponseBounds
 from kvferry.proxy.wire.registration import Register
 from tests.standins.agents import Fault, StandInAgent
 from tests.standins.raw_server import whole

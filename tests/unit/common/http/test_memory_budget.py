@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.common.memory_budget import MemoryBudget, largest, oldest
+from kvferry.common.http.memory_budget import MemoryBudget, largest, oldest
 
 
 @pytest.mark.parametrize(("choose", "evicted"), [(oldest, ["a", "b"]), (largest, ["b"])])
