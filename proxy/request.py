@@ -177,7 +177,7 @@ _CACHE_SALT = msgspec.json.Decoder(Annotated[str, Meta(min_length=1, max_length=
 
 def check_encoding(coding: str | None) -> None:
     """Check a request's `Content-Encoding`. Raises `UnsupportedEncoding`: no body is decompressed."""
-    if refusal := encoding_refusal(coding):
+    if coding is not None and (refusal := encoding_refusal(coding)):
         raise UnsupportedEncoding(refusal)
 
 
