@@ -25,9 +25,11 @@ from kvferry.agent.cli import parse_config as agent_config
 from kvferry.agent.vllm.launch import VllmEngineConfig
 from kvferry.common.curve import ClusterKey
 from kvferry.common.options import parse_flags
-from kvferry.proxy.api.auth import ApiKeys, authenticate
+from kvferry.proxy.api.auth import Access, ApiKeys, authenticate
 from kvferry.proxy.config import parse_config as proxy_config
 from kvferry.proxy.errors import Unauthorized
+from kvferry.proxy.ids import RequestId
+from kvferry.proxy.request import RequestHead
 from tests.deploy.chart import CHART, EXAMPLES, HELM, KUBECTL, ROOT, TOOLS, helm, pods, render
 from tests.deploy.disaggregated_set import errors
 from tests.deploy.pages import blocks, needing, scripts
@@ -423,10 +425,14 @@ def test_the_page_makes_the_secrets_that_the_values_name(tmp_path: Path) -> None
     ClusterKey.read(tmp_path / "mounted" / "cluster.key")
     keys = ApiKeys.read(tmp_path / "mounted" / "keys.txt")
     client, admin = (tmp_path / "keys.txt").read_text().splitlines()
-    assert not isinstance(authenticate(keys, "/v1/models", "GET", f"Bearer {client}"), Unauthorized)
-    assert isinstance(authenticate(keys, "/nodes", "GET", f"Bearer {client}"), Unauthorized)
-    operator = admin.removesuffix(" admin")
-    assert not isinstance(authenticate(keys, "/nodes", "GET", f"Bearer {operator}"), Unauthorized)
+
+    def head(path: str, key: str) -> RequestHead:
+        return RequestHead("GET", path, {b"authorization": f"Bearer {key}".encode()}, RequestId("any"))
+
+    assert authenticate(keys, head("/v1/models", client)).access is Access.CLIENT
+    with pytest.raises(Unauthorized):
+        authenticate(keys, head("/nodes", client))
+    assert authenticate(keys, head("/nodes", admin.removesuffix(" admin"))).access is Access.ADMIN
 
 
 def kubectl(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
