@@ -10,17 +10,22 @@ import msgspec
 
 from kvferry.common.exceptions import NOT_JSON
 from kvferry.common.json_errors import check_utf8
+from kvferry.proxy.dialects.fields import check_template_variables
 from kvferry.proxy.errors import AgentLost, AgentTimeout, InvalidRequest, ModelNotFound, NoAgent
 from kvferry.proxy.fleet.fleet import Fleet
 from kvferry.proxy.fleet.snapshot import NodeState
 from kvferry.proxy.http.pool import UpstreamPool
 from kvferry.proxy.ids import RequestId
 from kvferry.proxy.request import MAX_MODEL_CHARS
+from kvferry.proxy.wire.dialects import NATIVE_DIALECT
 from kvferry.proxy.wire.registration import Register
 
 TIMEOUT_S = 30.0
 _TRIES = 2
 """Agents that are asked, one after the other, where the first is lost."""
+
+
+_MEMBERS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class _NamedModel(msgspec.Struct):
@@ -38,6 +43,8 @@ class TokenizerRelay:
     async def forward(self, path: str, body: bytes, request_id: RequestId) -> bytes:
         """Return an agent's answer, which is JSON. Raises `ProxyError`."""
         agents = self._agents(_model(body))
+        if any(agent.dialect != NATIVE_DIALECT for agent in agents):
+            check_template_variables(_MEMBERS.decode(body))
         headers = {"Content-Type": "application/json", "X-Request-Id": request_id}
         lost: AgentLost | AgentTimeout | None = None
         for agent in agents[:_TRIES]:

@@ -109,6 +109,11 @@ def check_fields(body: Mapping[str, Any], listed: frozenset[str], allowed: froze
             message = f"{name} is not passed on to these servers; --allow-fields of the proxy may allow it"
             raise InvalidRequest(message, param=name)
     check_stream_options(body)
+    check_template_variables(body)
+
+
+def check_template_variables(body: Mapping[str, Any]) -> None:
+    """Raise `InvalidRequest` for what an engine would take for more than a variable of its chat template."""
     kwargs = bytes(body.get("chat_template_kwargs", _NULL))
     if kwargs.startswith(b"{"):
         for name in _NO_VARIABLES & _MEMBERS.decode(kwargs).keys():

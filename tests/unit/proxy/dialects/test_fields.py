@@ -20,7 +20,9 @@ from kvferry.proxy.dialects.fields import (
 from kvferry.proxy.errors import InvalidRequest
 from kvferry.proxy.ids import Endpoint
 from kvferry.proxy.request import ClientRequest, parse_request
+from tests.standins.engines import SERVERS, Fabric
 from tests.unit.agent.api import published_fields as published
+from tests.unit.proxy.conftest import Stage
 
 ENDPOINTS: tuple[Endpoint, ...] = ("completions", "chat/completions")
 DIALECTS = {
@@ -146,3 +148,18 @@ def test_what_the_engines_have_beside_is_a_decision() -> None:
         ("chat/completions", published.SGLANG_CHAT, {"input_ids"}),
     ):
         assert names - SGLANG_FIELDS[endpoint] == withheld | more
+
+
+@pytest.mark.parametrize("dialect", ["vllm-nixl", "sglang"])
+async def test_a_count_of_tokens_brings_no_template_either(stage: Stage, dialect: str) -> None:
+    """`/tokenize` renders chats too: a template of the client's can take a server's time without end."""
+    proxies, fabric = (stage.discovery,), Fabric()
+    async with SERVERS[dialect](role="prefill", proxies=proxies, fabric=fabric, model="m") as server:
+        await server.until(lambda: server.acks)
+        for name in ("chat_template", "tokenizer_kwargs"):
+            body = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+            body["chat_template_kwargs"] = {"enable_thinking": True, name: "{{ 1 }}"}
+            async with stage.http.post(f"{stage.proxy.url}/tokenize", json=body) as response:
+                error = (await response.json())["error"]
+            assert (response.status, error["param"]) == (400, f"chat_template_kwargs.{name}")
+        assert not server.asked
