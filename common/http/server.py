@@ -446,11 +446,7 @@ class GuardedConnection(HttpToolsProtocol):
         """Called when too much is held: answer the request that is being received by 503, and close."""
         logger.warning("a request of %s was dropped: too much of requests' bodies is held", self.client)
         self._release_bodies()
-        if self.pipeline or self.cycle.response_started:
-            self.transport.abort()
-            return
-        self.cycle.disconnected = True  # the application's own response would come too late
-        self._send_error(503, "too_many_bodies", "the server holds as much of requests' bodies as it may")
+        self._end_request(503, "too_many_bodies", "the server holds as much of requests' bodies as it may")
 
     def disconnect_reader(self) -> None:
         """Called when most of what clients do not read is buffered for this one."""
@@ -513,11 +509,21 @@ class GuardedConnection(HttpToolsProtocol):
         return False
 
     def _reject(self, status: int, code: str, message: str) -> None:
-        """Answer a malformed request head with an error, and close the connection."""
-        if self._is_serving:
-            self.transport.abort()  # an error cannot be sent in the middle of another request's response
-        else:
+        """Answer a malformed head or body with an error, and close the connection."""
+        if not self._is_serving:
             self._send_error(status, code, message)
+        elif self.cycle.more_body:
+            self._end_request(status, code, message)
+        else:
+            self.transport.abort()  # an error cannot be sent in the middle of another request's response
+
+    def _end_request(self, status: int, code: str, message: str) -> None:
+        """Answer the request whose body is being received with an error, and close the connection."""
+        if self.pipeline or self.cycle.response_started:
+            self.transport.abort()
+            return
+        self.cycle.disconnected = True  # the application's own response would come too late
+        self._send_error(status, code, message)
 
     def _send_error(self, status: int, code: str, message: str) -> None:
         body = self._error_body(self.url or b"", status, code, message)

@@ -206,6 +206,19 @@ async def test_every_split(offer: str, framing: str) -> None:
         await check([whole[:at], whole[at:]], expected, may_be_refused("POST", offer, framing))
 
 
+@pytest.mark.parametrize("offer", OFFERS)
+@pytest.mark.parametrize(
+    "body",
+    [b"zz\r\n", b"-1\r\nabc", b"3\r\nabcd\r\n", b"0\r\nContent-Length: 5\r\n\r\n", b"0\r\nX : 1\r\n\r\n"],
+)
+async def test_a_broken_body_is_a_400(offer: str, body: bytes) -> None:
+    """The connection was closed without a word."""
+    first = head("POST", OFFERS[offer] + b"Transfer-Encoding: chunked\r\n")
+    for pieces in ([first + body], [first, body], [first, *(body[at : at + 1] for at in range(len(body)))]):
+        assert await read(pieces) == ([], [400], True)
+        assert (await read([NEXT, *pieces]))[1] == [200, 400]
+
+
 async def test_space_around_a_value_is_none_of_it() -> None:
     """RFC 9112 §5: it is optional on both sides. A `Host` with it was no name of the server."""
     fields = b"Expect: \t100-continue \t \r\nX-Own:  a b \t\r\nContent-Length: 3 \r\nX-Empty: \r\n"
