@@ -65,7 +65,7 @@ async def wait_running(url: str, least: int = 1) -> None:
     """Wait until an agent runs so many requests. Raises TimeoutError."""
     async with asyncio.timeout(patient(60.0)):
         while total(await scrape(url), "kvferry_agent_num_requests_running") < least:
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.02)
 
 
 async def wait_idle(url: str, timeout_s: float) -> dict[str, int]:
