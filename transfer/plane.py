@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from kvferry.common.addresses import host_port
 from kvferry.common.curve import ClusterKey
 from kvferry.transfer.layout import KVGeometry
 
@@ -32,6 +33,22 @@ class RemotePrompt(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int
     tp_size: int
     dp_rank: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteRank:
+    """Where a rank listens for an engine process on another host; `key` is its public key (Z85)."""
+
+    host: str
+    port: int
+    key: bytes
+
+    def __str__(self) -> str:
+        return host_port(self.host, self.port)
+
+
+RankAddress = Path | RemoteRank
+"""Where a rank listens: the path of a Unix socket, or on another host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +91,7 @@ class PlaneConfig:
         quarantine_s: Seconds after which a failed read that may still be written ends by force.
         weights: Identity of the weights; KV of other weights is of no use.
         host_id: Identity of the host, for backends that work within one only.
-        rank_addresses: Where this agent's ranks listen, in order of rank, as paths of Unix sockets.
+        rank_addresses: Where this agent's ranks listen, in order of rank.
         verify_kv: Sum every block that we lend, and check the sums of what we pull.
         lends_prefixes: Our scheduler answers `LoanRequested`; else nothing of our prefix cache is lent.
         max_staged: Readers that may wait for prefills which have not begun.
@@ -94,7 +111,7 @@ class PlaneConfig:
     num_blocks: int
     weights: str
     host_id: str
-    rank_addresses: tuple[Path, ...]
+    rank_addresses: tuple[RankAddress, ...]
     verify_kv: bool = False
     lends_prefixes: bool = False
     max_staged: int = MAX_STAGED

@@ -16,7 +16,6 @@ import msgspec
 
 from kvferry.agent.announce.drain_socket import DrainConnection
 from kvferry.agent.announce.membership import Membership
-from kvferry.agent.ids import host_id
 from kvferry.common.addresses import host_port
 from kvferry.common.curve import ClusterKey
 from kvferry.proxy.wire.registration import Capacity, Incarnation, Load, NodeState, Register, Role, WorkReport
@@ -54,7 +53,7 @@ class Server:
     Attributes:
         address: URL of its API; `host`: at which other engines reach its plane.
         api: Host and port at which this process finds the API.
-        dp_rank: As in `Register`.
+        host_id, dp_rank: As in `Register`.
     """
 
     dialect: str
@@ -72,6 +71,7 @@ class Server:
     num_blocks: int
     max_running: int
     device: str
+    host_id: str
     name: str = ""
     dp_rank: int | None = None
 
@@ -102,7 +102,6 @@ class Announcement:
     ) -> None:
         self._server = server
         # Made once, not with each ping: this thread shares the interpreter with the engine's scheduler.
-        self._host_id = host_id()
         self._geometry = {name: str(value) for name, value in msgspec.structs.asdict(server.geometry).items()}
         self._layout = server.geometry.fingerprint()
         self._version = version("kvferry")
@@ -179,7 +178,7 @@ class Announcement:
             dp_size=1,
             dp_rank=server.dp_rank,
             transfers=plane.transfers,
-            host_id=self._host_id,
+            host_id=server.host_id,
             geometry=self._geometry,
             layout=self._layout,
             weights=server.weights,

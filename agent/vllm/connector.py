@@ -16,12 +16,20 @@ import torch
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
+from vllm.utils.network_utils import get_ip
 
 from kvferry.agent.vllm.connector_scheduler import ConnectorMetadata, KvferryConnectorScheduler
 from kvferry.agent.vllm.connector_worker import KvferryConnectorWorker, RankFacts
 from kvferry.agent.vllm.kv_groups import RankShape, groups_of
 from kvferry.agent.vllm.plane_thread import PlaneThread
-from kvferry.agent.vllm.settings import check_served, read_settings, release_of, role_of
+from kvferry.agent.vllm.settings import (
+    check_served,
+    is_remote,
+    read_settings,
+    release_of,
+    role_of,
+    with_own_host,
+)
 from kvferry.agent.vllm.startup import start_connector_scheduler
 from kvferry.agent.vllm.stats import TransferMetrics, TransferStats
 
@@ -59,7 +67,8 @@ class KvferryConnector(base.KVConnectorBase_V1, *_SEVERAL_GROUPS):  # type: igno
         _log_with_vllm()
         self._config = vllm_config
         transfer = vllm_config.kv_transfer_config
-        self._settings = read_settings(transfer.kv_connector_extra_config or {})
+        settings = read_settings(transfer.kv_connector_extra_config or {})
+        self._settings = with_own_host(settings, vllm_config.parallel_config, get_ip)
         self._serving_role = role_of(transfer.kv_role)
         check_served(vllm.__version__, vllm_config)
         self._kv_caches = kv_cache_config
@@ -82,7 +91,8 @@ class KvferryConnector(base.KVConnectorBase_V1, *_SEVERAL_GROUPS):  # type: igno
             cache_dtype=self._config.cache_config.cache_dtype,
         )
         groups = self._kv_caches.kv_cache_groups
-        self._worker = KvferryConnectorWorker(self._settings, kv_caches, groups, shape)
+        remote = is_remote(self._config.parallel_config)
+        self._worker = KvferryConnectorWorker(self._settings, kv_caches, groups, shape, is_remote=remote)
 
     def get_handshake_metadata(self) -> RankHandshake | None:
         return None if self._worker is None else RankHandshake(self._worker.facts)

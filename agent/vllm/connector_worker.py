@@ -13,10 +13,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, get_args
 
+from kvferry.agent.ids import host_id
 from kvferry.agent.process.run_dir import private_run_dir
 from kvferry.agent.vllm.kv_groups import RankShape, layer_caches
 from kvferry.agent.vllm.settings import ConnectorSettings, NotServed, VllmBackend
 from kvferry.transfer.memory import device_name, pool_of_layers
+from kvferry.transfer.plane import RankAddress
 from kvferry.transfer.ranks.worker import WorkerConnector
 
 if TYPE_CHECKING:
@@ -28,12 +30,15 @@ class RankFacts:
     """What the scheduler's process learns of a rank.
 
     Attributes:
+        address: Where it listens for the scheduler's process.
+        host: Identity of its host.
         device: "cpu", or the GPU's name.
         layers: What each of its layers holds (`kv_groups.LayerCache`), after the group and the name.
     """
 
     rank: int
-    address: str
+    address: RankAddress
+    host: str
     num_blocks: int
     device: str
     layers: tuple[str, ...]
@@ -45,6 +50,7 @@ class KvferryConnectorWorker:
     Args:
         caches: Its tensors by layer, as vLLM registers them.
         groups: vLLM's `KVCacheGroupSpec`s, of this rank's layers.
+        is_remote: Whether the scheduler's process may be on another host.
 
     Raises `NotServed` if its KV lies in a way that cannot be transferred.
     """
@@ -55,6 +61,8 @@ class KvferryConnectorWorker:
         caches: Mapping[str, torch.Tensor],
         groups: Sequence[Any],
         shape: RankShape,
+        *,
+        is_remote: bool = False,
     ) -> None:
         layers = [layer_caches(group, caches, shape) for group in groups]
         try:
@@ -62,20 +70,9 @@ class KvferryConnectorWorker:
         except ValueError as error:
             raise NotServed(f"the KV cache's layout is not served: {error}") from error
         self._resources = ExitStack()
-        address = self._resources.enter_context(private_run_dir()) / "transfer"
-        self.facts = RankFacts(
-            rank=shape.rank,
-            address=str(address),
-            num_blocks=shape.num_blocks,
-            device=device_name(next(iter(caches.values())).device),
-            layers=tuple(
-                f"{number} {each.view.name.hex()} {each.content}"
-                for number, group in enumerate(layers)
-                for each in group
-            ),
-        )
+        run_dir = self._resources.enter_context(private_run_dir())
         self._connector = WorkerConnector(
-            address=address,
+            address=None if is_remote else run_dir / "transfer",
             rank=shape.rank,
             pool=pool,
             transfer=settings.transfer,
@@ -91,6 +88,18 @@ class KvferryConnectorWorker:
             self._resources.close()
             raise
         self._resources.callback(self._connector.close)
+        self.facts = RankFacts(
+            rank=shape.rank,
+            address=self._connector.address,
+            host=host_id(),
+            num_blocks=shape.num_blocks,
+            device=device_name(next(iter(caches.values())).device),
+            layers=tuple(
+                f"{number} {each.view.name.hex()} {each.content}"
+                for number, group in enumerate(layers)
+                for each in group
+            ),
+        )
 
     def close(self) -> None:
         """End the transfer thread: nothing writes into the KV afterwards. Idempotent."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
@@ -14,6 +15,7 @@ from kvferry.agent.announce.options import check_name
 from kvferry.agent.announce.proxy_names import check_proxy
 from kvferry.common.addresses import WILDCARDS
 from kvferry.proxy.wire.registration import Role
+from kvferry.transfer.net import CannotBind, check_can_bind
 
 _Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 _OLDEST, _NEWEST = (0, 24), (0, 33)
@@ -35,7 +37,8 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     Args:
         advertise_url: URL at which proxies reach this server's API; needed with `proxy`.
-        advertise_host: Host at which other engines reach this one; that of `advertise_url` when not given.
+        advertise_host: Host at which other engines reach this one; when not given, that of `advertise_url`,
+            or where that is another host, this host's address as vLLM finds it.
         bind_host: Address that the transfer plane binds; `advertise_host` when not given.
         control_port: Port of the control channel, which each data-parallel rank adds its number to; 0 lets
             the OS choose.
@@ -139,17 +142,40 @@ def dp_rank_of(config: Any) -> int | None:
     return index
 
 
+def is_remote(parallel: Any) -> bool:
+    """Whether this rank is on another node than its engine's process (`parallel`: `ParallelConfig`)."""
+    return int(getattr(parallel, "node_rank_within_dp", 0)) > 0
+
+
+def with_own_host(settings: ConnectorSettings, parallel: Any, get_ip: Callable[[], str]) -> ConnectorSettings:
+    """The settings with an `advertise_host` that is this host's, where the API is on another.
+
+    Args:
+        get_ip: Returns the address by which vLLM's processes reach this host.
+    """
+    if settings.advertise_host or settings.bind_host:
+        return settings
+    if settings.advertise_url:
+        try:
+            check_can_bind("the transfer plane", settings.advertised_host, 0)
+        except CannotBind:
+            return msgspec.structs.replace(settings, advertise_host=get_ip())
+    elif is_remote(parallel):
+        return msgspec.structs.replace(settings, advertise_host=get_ip())
+    return settings
+
+
 def check_served(version: str, config: Any) -> None:
     """Raise `NotServed` for a configuration (`VllmConfig`) under which a request could go wrong, or that was
     never tried.
     """
     parallel, model, cache = config.parallel_config, config.model_config, config.cache_config
     check_version(version)
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size", "nnodes"):
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) != 1:
             raise NotServed(f"{name} must be 1, got {getattr(parallel, name)}")
     if str(getattr(parallel, "distributed_executor_backend", "")) == "ray":
-        raise NotServed("distributed_executor_backend must not be ray: an engine's ranks must be on one host")
+        raise NotServed("distributed_executor_backend must not be ray: it was never tried; use --nnodes")
     if getattr(model, "enable_sleep_mode", False):
         raise NotServed("enable_sleep_mode is not served: KV of other weights must not be proven right")
     if getattr(cache, "calculate_kv_scales", False):

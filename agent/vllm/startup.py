@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from kvferry.agent.announce.embedded import Announcement, Server
-from kvferry.agent.ids import host_id, mint_incarnation
+from kvferry.agent.ids import mint_incarnation
 from kvferry.agent.vllm.connector_scheduler import KvferryConnectorScheduler
 from kvferry.agent.vllm.connector_worker import RankFacts
 from kvferry.agent.vllm.identity import geometry_of, is_continuable, tokenizer_of, weights_of
@@ -52,6 +52,7 @@ def start_connector_scheduler(
         layers={layer for rank in ranks for layer in rank.layers},
         content=f"vllm {version} {_kernels()}",
     )
+    incarnation, hosts = mint_incarnation(), {rank.host for rank in ranks}
     server = Server(
         dialect=_DIALECT,
         address=settings.advertise_url.rstrip("/"),
@@ -59,7 +60,7 @@ def start_connector_scheduler(
         api=settings.api_address,
         name=settings.name,
         role=role,
-        incarnation=mint_incarnation(),
+        incarnation=incarnation,
         model=served_name(config.model_config),
         max_model_len=config.model_config.max_model_len,
         tp_size=len(ranks),
@@ -69,6 +70,7 @@ def start_connector_scheduler(
         num_blocks=first.num_blocks,
         max_running=config.scheduler_config.max_num_seqs,
         device=first.device,
+        host_id=hosts.pop() if len(hosts) == 1 else f"several, of {incarnation}",
         dp_rank=dp_rank_of(config),
     )
     key = ClusterKey.read(Path(settings.cluster_key)) if settings.cluster_key is not None else None
@@ -83,8 +85,8 @@ def start_connector_scheduler(
         geometry=geometry,
         num_blocks=first.num_blocks,
         weights=server.weights,
-        host_id=host_id(),
-        rank_addresses=tuple(Path(rank.address) for rank in ranks),
+        host_id=server.host_id,
+        rank_addresses=tuple(rank.address for rank in ranks),
         curve_secret=None if key is None else key.secret.decode(),
     )
     plane = PlaneThread(plane_config, start_timeout_s=_START_S, parent=api_process())

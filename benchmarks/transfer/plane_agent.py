@@ -85,7 +85,7 @@ class PlaneAgent:
         )
         self._config = config
         self._worker = WorkerConnector(
-            address=config.rank_addresses[0],
+            address=Path(self._directory.name, "transfer"),
             rank=0,
             pool=own_pool(self.pool_bytes.view(getattr(torch, geometry.dtype)).view(shape), geometry, 1, 0),
             transfer=backend,

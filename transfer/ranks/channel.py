@@ -169,10 +169,13 @@ class RankEnd:
         self._socket.close()
 
 
-async def dial(path: Path, on_frame: Callable[[RankConnection, bytes], None]) -> RankConnection:
-    """Connect an engine process to a rank that listens. Raises OSError if it does not."""
+async def dial(to: Path | socket.socket, on_frame: Callable[[RankConnection, bytes], None]) -> RankConnection:
+    """Connect an engine process to a rank that listens, or by what leads to it. Raises OSError if it does
+    not listen.
+    """
     loop = asyncio.get_running_loop()
-    _, connection = await loop.create_unix_connection(lambda: RankConnection(on_frame), str(path))
+    path, end = (str(to), None) if isinstance(to, Path) else (None, to)
+    _, connection = await loop.create_unix_connection(lambda: RankConnection(on_frame), path, sock=end)
     return connection
 
 

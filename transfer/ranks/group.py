@@ -6,10 +6,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -21,9 +21,11 @@ from kvferry.transfer.events import RankRead
 from kvferry.transfer.ids import TransferId
 from kvferry.transfer.layout import Placement
 from kvferry.transfer.options import BACKENDS
+from kvferry.transfer.plane import RankAddress, RemoteRank
 from kvferry.transfer.ranks import messages as wire
 from kvferry.transfer.ranks.aggregate import Aggregator, Outcome
 from kvferry.transfer.ranks.channel import RankConnection, RankGone, dial
+from kvferry.transfer.ranks.tunnel import dig
 
 _log = logging.getLogger(__name__)
 
@@ -62,33 +64,37 @@ class RankGroup:
         self._welcomed: set[int] = set()
         self._complete = asyncio.Event()
         self._connections: dict[int, RankConnection] = {}
+        self._remote: set[int] = set()
+        """Ranks on other hosts."""
         self._links: Aggregator[tuple[int, str]] = Aggregator(tp_size)
         self._reads: Aggregator[tuple[TransferId, int]] = Aggregator(tp_size)
         self._sums: dict[int, _Sums] = {}
         self._sum_numbers = itertools.count()
         self.secret = new_secret()
 
-    async def start(self, paths: Sequence[Path], timeout_s: float, events: RankEvents) -> None:
+    async def start(self, addresses: Sequence[RankAddress], timeout_s: float, events: RankEvents) -> None:
         """Connect to every rank, in order of rank, and wait until each admits peers.
 
         Raises TimeoutError naming the ranks that do not, and OSError if one does not listen.
         """
-        if len(paths) != self._tp_size:
-            raise ValueError(f"{len(paths)} addresses of {self._tp_size} ranks")
+        if len(addresses) != self._tp_size:
+            raise ValueError(f"{len(addresses)} addresses of {self._tp_size} ranks")
+        self._remote = {rank for rank, each in enumerate(addresses) if isinstance(each, RemoteRank)}
         try:
             async with asyncio.timeout(timeout_s):
-                for rank, path in enumerate(paths):
-                    self._connections[rank] = await self._dial(rank, path, events)
+                for rank, address in enumerate(addresses):
+                    self._connections[rank] = await self._dial(rank, address, events)
                 await self._complete.wait()
         except TimeoutError as error:
             missing = sorted(set(range(self._tp_size)) - self._welcomed)
             raise TimeoutError(f"transfer: ranks {missing} did not report within {timeout_s} s") from error
 
-    async def _dial(self, rank: int, path: Path, events: RankEvents) -> RankConnection:
+    async def _dial(self, rank: int, address: RankAddress, events: RankEvents) -> RankConnection:
+        to = dig(address) if isinstance(address, RemoteRank) else address
         try:
-            return await dial(path, partial(self._received, events, rank))
+            return await dial(to, partial(self._received, events, rank))
         except OSError as error:
-            raise OSError(f"transfer: rank {rank} does not listen on {path}: {error}") from error
+            raise OSError(f"transfer: rank {rank} does not listen on {address}: {error}") from error
 
     @property
     def connecting(self) -> int:
@@ -196,10 +202,12 @@ class RankGroup:
 
     def _read_ended(self, events: RankEvents, report: wire.ReadEnded) -> None:
         key = (TransferId(report.transfer_id), report.seq)
+        # Another host's clock began elsewhere.
+        ahead = report.ended_at - time.monotonic() if report.rank in self._remote else 0.0
         read = RankRead(
             rank=report.rank,
-            began_at=report.began_at,
-            ended_at=report.ended_at,
+            began_at=report.began_at - ahead,
+            ended_at=report.ended_at - ahead,
             nbytes=report.nbytes,
             descriptors=report.descriptors,
         )

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages between an agent's engine process and its own ranks about transfers.
 
-msgspec's msgpack over a Unix socket in a private directory; both ends are of one incarnation.
+msgspec's msgpack over a Unix socket in a private directory, or a tunnel (`transfer.ranks.tunnel`); both ends
+are of one incarnation.
 """
 
 from __future__ import annotations
@@ -108,7 +109,8 @@ class Connected(msgspec.Struct, frozen=True, kw_only=True, tag="connected"):
 class ReadEnded(msgspec.Struct, frozen=True, kw_only=True, tag="read_ended"):
     """One rank's part of a read is over: every span arrived, or `reason` says why not.
 
-    `began_at` and `ended_at` are readings of the monotonic clock, which all processes of a host share.
+    `began_at` and `ended_at` are readings of the monotonic clock, which all processes of a host share; those
+    of another host are adjusted (`RankGroup`).
     """
 
     rank: int

@@ -31,10 +31,12 @@ from kvferry.transfer.engine import (
 )
 from kvferry.transfer.memory import KVPool
 from kvferry.transfer.options import BACKENDS
+from kvferry.transfer.plane import RankAddress
 from kvferry.transfer.ranks import messages as wire
 from kvferry.transfer.ranks.channel import RankEnd, RankSocket
 from kvferry.transfer.ranks.checksums import RankSums
 from kvferry.transfer.ranks.reads import RankReader
+from kvferry.transfer.ranks.tunnel import RemoteRankSocket
 
 _OPEN_S = 60.0
 _CLOSE_S = 5.0
@@ -44,12 +46,16 @@ _SWITCH_S = 0.0005
 _log = logging.getLogger(__name__)
 
 
+class EngineGone(ConnectionError):
+    """Nothing else ends a rank on another host than its engine process's (I8)."""
+
+
 class WorkerConnector:
     """This rank's part of the transfer plane.
 
     Args:
-        address: Where this rank listens for the engine process's SchedulerConnector, from `start` on; in a
-            private directory.
+        address: Where this rank listens for the engine process's SchedulerConnector, from `start` on: in a
+            private directory; None: at a free port of `bind_host`, for an engine process on another host.
         pool: This rank's KV pool, allocated and touched.
         transfer: A backend's name, or auto for every one that works here; two agents use the best that
             both have and that works between them.
@@ -61,7 +67,7 @@ class WorkerConnector:
     def __init__(
         self,
         *,
-        address: Path,
+        address: Path | None,
         rank: int,
         pool: KVPool,
         transfer: str,
@@ -86,7 +92,7 @@ class WorkerConnector:
         self._lives = itertools.count()
         self._opened = threading.Event()
         self._error: Exception | None = None
-        self._listener: RankSocket | None = None
+        self._listener: RankSocket | RemoteRankSocket | None = None
         self._stop, self._stopped = socket.socketpair()
         self._thread = threading.Thread(target=self._run, name=f"transfer-{rank}", daemon=True)
 
@@ -97,12 +103,23 @@ class WorkerConnector:
         the address is taken or invalid.
         """
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
-        self._listener = RankSocket(self._address)
+        if self._address is None:
+            self._listener = RemoteRankSocket(self._options.bind_host, self._options.advertise_host)
+        else:
+            self._listener = RankSocket(self._address)
         self._thread.start()
         if not self._opened.wait(_OPEN_S):
             raise BackendUnavailable(f"transfer backends did not open within {_OPEN_S:.0f} s")
         if self._error is not None:
             raise self._error
+
+    @property
+    def address(self) -> RankAddress:
+        """Where this rank listens, after `start`."""
+        if isinstance(self._listener, RemoteRankSocket):
+            return self._listener.address
+        assert self._address is not None, "only those on other hosts have none"
+        return self._address
 
     def close(self) -> None:
         """End the thread and everything it owns; afterwards nothing writes into the pool. Idempotent."""
@@ -208,6 +225,8 @@ class WorkerConnector:
             if self._stopped.fileno() in ready:
                 return
             if channel.gone and channel.fileno() in ready:
+                if self._address is None:
+                    raise EngineGone("the engine process, or its host, has gone")
                 poller.unregister(channel)
             for frame in channel.receive() if channel.fileno() in ready else ():
                 command = wire.decode_command(frame)

@@ -67,7 +67,7 @@ class Agent:
         self.pools = [self._pool(rank, seed).to(device) for rank in range(tp_size)]
         self.workers = [
             WorkerConnector(
-                address=self.config.rank_addresses[rank],
+                address=Path(self.directory.name, f"transfer-{rank}"),
                 rank=rank,
                 pool=own_pool(pool, geometry, tp_size, rank),
                 transfer=transfer,

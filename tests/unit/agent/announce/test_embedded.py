@@ -26,7 +26,7 @@ DEADLINE_S = 20.0
 SERVER = Server(
     dialect="vllm-kvferry", address="http://127.0.0.1:9", host="127.0.0.1", api=("127.0.0.1", 9),
     role="both", incarnation=Incarnation("i"), model="m", max_model_len=10, tp_size=1,
-    geometry=GEOMETRY, weights="w", tokenizer="t", num_blocks=8, max_running=4, device="cpu",
+    geometry=GEOMETRY, weights="w", tokenizer="t", num_blocks=8, max_running=4, device="cpu", host_id="h",
 )  # fmt: skip
 
 

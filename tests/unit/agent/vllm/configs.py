@@ -20,6 +20,7 @@ def vllm_config(**changes: Any) -> Any:
             "decode_context_parallel_size": 1,
             "prefill_context_parallel_size": 1,
             "nnodes": 1,
+            "node_rank_within_dp": 0,
             "distributed_executor_backend": "mp",
         },
         "model_config": {"model": "m", "enable_sleep_mode": False, "use_mla": False, "is_hybrid": False},

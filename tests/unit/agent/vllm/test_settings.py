@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 
 from kvferry.agent.vllm.identity import is_continuable
-from kvferry.agent.vllm.settings import NotServed, check_served, dp_rank_of, read_settings, role_of
+from kvferry.agent.vllm.settings import (
+    NotServed,
+    check_served,
+    dp_rank_of,
+    read_settings,
+    role_of,
+    with_own_host,
+)
 from tests.unit.agent.vllm.configs import vllm_config
 
 
@@ -23,7 +30,6 @@ def test_what_is_served_passes(version: str) -> None:
     [
         ({"decode_context_parallel_size": 2}, "decode_context_parallel_size"),
         ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size"),
-        ({"nnodes": 2}, "nnodes"),
         ({"distributed_executor_backend": "ray"}, "distributed_executor_backend"),
         ({"enable_sleep_mode": True}, "enable_sleep_mode"),
         ({"calculate_kv_scales": True}, "calculate_kv_scales"),
@@ -44,6 +50,7 @@ def test_a_version_that_is_not_served_is_named_with_those_that_are(version: str)
     "changes",
     [
         {"pipeline_parallel_size": 2},
+        {"nnodes": 2},
         {"data_parallel_size": 2},
         {"data_parallel_index": 1, "engine_id": "a_dp1"},
         {"use_mla": True},
@@ -119,6 +126,26 @@ def test_addresses_follow_from_the_url() -> None:
     assert (settings.advertised_host, settings.bound_host) == ("10.0.0.1", "10.0.0.1")
     assert settings.api_address == ("10.0.0.1", 8000)
     assert read_settings({}).bound_host == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("extra", "changes", "host"),
+    [
+        ({"advertise_url": "http://127.0.0.1:1"}, {}, "127.0.0.1"),
+        # Of ranks on another host than the API's.
+        ({"advertise_url": "http://192.0.2.1:1"}, {}, "10.0.0.2"),
+        ({"advertise_url": "http://192.0.2.1:1", "advertise_host": "192.0.2.7"}, {}, "192.0.2.7"),
+        ({"advertise_url": "http://192.0.2.1:1", "bind_host": "0.0.0.0"}, {}, "192.0.2.1"),
+        ({}, {"node_rank_within_dp": 1}, "10.0.0.2"),
+        ({}, {}, "127.0.0.1"),
+    ],
+    ids=str,
+)
+def test_a_host_that_is_not_the_apis_is_found(
+    extra: dict[str, Any], changes: dict[str, Any], host: str
+) -> None:
+    parallel = vllm_config(**changes).parallel_config
+    assert with_own_host(read_settings(extra), parallel, lambda: "10.0.0.2").advertised_host == host
 
 
 def test_a_role_is_that_of_vllm() -> None:

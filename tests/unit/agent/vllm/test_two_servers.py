@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from types import SimpleNamespace
@@ -37,6 +37,7 @@ from tests.standins.vllm_specs import (
 
 BLOCK, BLOCKS, LAYERS, HEADS, DIM = 4, 16, 3, 4, 8
 LENGTH = 18
+ROLES: tuple[Role, Role] = ("prefill", "decode")
 EARLIER: dict[str, Callable[[int], tuple[int, ...]]] = {
     "HND": lambda heads: (BLOCKS, 2, heads, BLOCK, DIM),
     "CPU": lambda heads: (BLOCKS, heads, BLOCK, 2 * DIM),
@@ -87,7 +88,7 @@ def vllm_config(tp_size: int, dp_rank: int | None = None, **changes: Any) -> Any
 
 
 class Server:
-    """A server without a model; `caches` are its ranks'."""
+    """A server without a model; `caches` are its ranks'. `remote`: TP ranks as of another node."""
 
     def __init__(
         self,
@@ -100,6 +101,7 @@ class Server:
         stages: int = 1,
         transfer: str = "tcp",
         control_port: int = 0,
+        remote: Collection[int] = (),
         **changes: Any,
     ) -> None:
         settings = read_settings({"control_port": control_port, "lease_s": 1.0, "transfer": transfer})
@@ -125,6 +127,7 @@ class Server:
                     model_heads=HEADS,
                     cache_dtype="auto",
                 ),
+                is_remote=rank in remote,
             )
             for stage in range(stages)
             for rank, each in enumerate(self.caches)
@@ -141,6 +144,8 @@ class Server:
             free_blocks=lambda: 0,
         )
         stack.callback(self.plane.close)
+        for worker in workers:  # first of all, as in vLLM: a rank of another node ends with the plane
+            stack.callback(worker.close)
         self.vllm = VllmScheduler(self.scheduler, BLOCKS, *self.specs)
 
     def until(self, condition: Callable[[], bool]) -> None:
@@ -212,6 +217,23 @@ def test_a_prompts_kv_arrives_and_the_lease_ends(orders: tuple[str, str], tp_siz
         consumer.vllm.finish(request)
         for server in (producer, consumer):
             server.vllm.check_integrity()
+
+
+@pytest.mark.parametrize("remotes", [((1,), ()), ((), (1,)), ((1,), (0, 1))], ids=str)
+def test_ranks_on_other_hosts_take_part_by_tcp(
+    remotes: tuple[tuple[int, ...], tuple[int, ...]],
+) -> None:
+    with ExitStack() as stack:
+        producer, consumer = (
+            Server(stack, role, order="LBHNC", tp_size=2, seed=seed, remote=remote)
+            for role, seed, remote in zip(ROLES, (1, 9), remotes, strict=True)
+        )
+        lent, theirs = lend(producer)
+        request = consumer.vllm.add(VllmRequest("d", prompt(LENGTH), lent.params))
+        consumer.until(lambda: request.status is Status.RUNNING)
+        assert torch.equal(consumer.kv(request.blocks), producer.kv(theirs))
+        assert consumer.scheduler.take_figures()["transfer_seconds"] < patient(10.0)
+        producer.until(lambda: not producer.vllm.requests)
 
 
 def test_each_data_parallel_rank_has_a_plane_of_its_own() -> None:
