@@ -263,6 +263,7 @@ class GuardedConnection(HttpToolsProtocol):
     ) -> None:
         super().__init__(*args, **kwargs)
         self._error_body = error_body
+        self.url = b""  # uvicorn has none before the first request
         self._browser_guard = browser_guard
         self._head_s = head_s
         self._last_request_s = last_request_s
@@ -526,7 +527,7 @@ class GuardedConnection(HttpToolsProtocol):
         self._send_error(status, code, message)
 
     def _send_error(self, status: int, code: str, message: str) -> None:
-        body = self._error_body(self.url or b"", status, code, message)
+        body = self._error_body(self.url, status, code, message)
         content = ((b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), CLOSE)
         more = _MORE_HEADERS.get(status, ())
         head = response_head(status, (*self.server_state.default_headers, *content, *more))
