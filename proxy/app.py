@@ -20,6 +20,7 @@ from quart import Quart, Response, request
 from werkzeug.exceptions import HTTPException, MethodNotAllowed, RequestEntityTooLarge, RequestTimeout
 
 from kvferry.common.http.browser_guard import BrowserGuard
+from kvferry.common.http.refusals import plain_message
 from kvferry.common.http.server import Header
 from kvferry.proxy.api import openapi
 from kvferry.proxy.api.auth import ANONYMOUS, MESSAGES_PREFIX, ApiKeys, Client, authenticate
@@ -276,7 +277,7 @@ def _is_anthropic(head: RequestHead) -> bool:
 
 def _error_of(error: HTTPException) -> ProxyError:
     """The error for one of Quart's."""
-    message = error.description or error.name
+    message = plain_message(error, request.method)
     match error:
         case MethodNotAllowed():
             return WrongMethod(message, allowed=", ".join(sorted(error.valid_methods or ())))

@@ -50,10 +50,35 @@ async def test_errors_of_a_connection_have_the_shape_of_the_endpoint(
 
 def check(path: str, answer: dict[str, Any]) -> None:
     error = answer["error"]
-    if path in ANTHROPIC:
+    if "/v1/messages" in path:
         assert answer.keys() == {"type", "error"} and answer["type"] == "error"
         assert error.keys() == {"type", "message"}
     else:
         assert answer.keys() == {"error"}
         assert error.keys() == {"message", "type", "param", "code"}
     assert error["message"] and not FOREIGN.search(error["message"])
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "size", "status"),
+    [
+        ("POST", "/v1/embeddings", 2, 404),
+        ("POST", "/v1/messages/batches", 2, 404),
+        ("PUT", "/v1/chat/completions", 2, 405),
+        ("GET", "/v1/messages", 0, 405),
+        ("DELETE", "/v1/models", 0, 405),
+        ("POST", "/tokenize", LARGE, 413),
+        ("POST", "/v1/messages/count_tokens", LARGE, 413),
+        ("POST", "/v1/responses", LARGE, 413),
+    ],
+)
+async def test_errors_of_the_application_speak_to_clients_of_an_api(
+    start_stage: StartStage, method: str, path: str, size: int, status: int
+) -> None:
+    """They had werkzeug's words, about URLs that were entered manually."""
+    stage = await start_stage(max_body_bytes=LARGE - 1)
+    head = f"{method} {path} HTTP/1.1\r\n{HOST}\r\nContent-Length: {size}\r\n\r\n"
+    reply = await exchange(stage.proxy.url, head.encode() + b" " * size)
+    assert reply is not None and reply.status == status
+    check(path, json.loads(reply.body))
+    assert (b"\r\nallow: " in reply.head.lower()) == (status == 405)
