@@ -27,7 +27,6 @@ from typing import Any, NoReturn
 
 from msgspec import structs
 
-from kvferry.proxy.clock import now
 from kvferry.proxy.dialects.base import (
     Dialect,
     Endpoints,
@@ -52,7 +51,6 @@ from kvferry.proxy.errors import (
 )
 from kvferry.proxy.exchange.kv_lifetime import ExpiryCounts, KvDrops, KvEndpointCache, LeaseCheck, Verdict
 from kvferry.proxy.exchange.legs import (
-    AGENT_FAILURES,
     Legs,
     ReservedPair,
     ResponseSink,
@@ -61,6 +59,7 @@ from kvferry.proxy.exchange.legs import (
     require_json,
     require_stream,
 )
+from kvferry.proxy.exchange.poison import AGENT_FAILURES
 from kvferry.proxy.exchange.relay import OpeningEvent, RelayedResponse
 from kvferry.proxy.exchange.rewrite import EventRewriter, RewrittenResponse
 from kvferry.proxy.exchange.sub_requests import (
@@ -73,7 +72,7 @@ from kvferry.proxy.exchange.sub_requests import (
     split,
 )
 from kvferry.proxy.fleet.routing.routing_request import PrefixLender
-from kvferry.proxy.http.pool import UpstreamPool, UpstreamResponse
+from kvferry.proxy.http.pool import UpstreamPool, UpstreamRequest, now
 from kvferry.proxy.ids import Identity, RandomBytes, new_transfer_id
 from kvferry.proxy.request import ClientRequest, reported_usage
 from kvferry.proxy.telemetry.metrics import Metrics
@@ -95,7 +94,7 @@ ACCEPT_S = 0.5
 """A decode server that had less than this to accept a leg may not have seen it when the leg is cancelled."""
 
 Check = Callable[[], Awaitable[None]]
-OpenLeg = AbstractAsyncContextManager[UpstreamResponse]
+OpenLeg = AbstractAsyncContextManager[UpstreamRequest]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -548,7 +547,7 @@ class SubExchange:
         return response
 
     async def _receive_events(
-        self, upstream: UpstreamResponse, server: Register, response: SubResponse, check: Check | None
+        self, upstream: UpstreamRequest, server: Register, response: SubResponse, check: Check | None
     ) -> None:
         require_stream(upstream, server)
         reader = response.reader(upstream.finish_soon)
@@ -569,7 +568,7 @@ class SubExchange:
             response.show(events)
         return response
 
-    def _note_timing(self, leg: str, response: UpstreamResponse) -> None:
+    def _note_timing(self, leg: str, response: UpstreamRequest) -> None:
         """Note an agent's own timing; of several prompts the first one's."""
         if self._dialect.is_native and not self._sub.prompt:
             self._attempt.state.log.add_agent_timing(leg, response.header(b"server-timing"))
@@ -618,11 +617,11 @@ class EarlyLeg:
       first cause is the one to act on. Where the prefill has left nothing to pull, its end is waited for.
     """
 
-    def __init__(self, leg: AbstractAsyncContextManager[UpstreamResponse], agent: Incarnation) -> None:
+    def __init__(self, leg: AbstractAsyncContextManager[UpstreamRequest], agent: Incarnation) -> None:
         self._leg = leg
         self._agent = agent
         self._entered = AsyncExitStack()
-        self._opening: asyncio.Future[UpstreamResponse]
+        self._opening: asyncio.Future[UpstreamRequest]
 
     async def __aenter__(self) -> EarlyLeg:
         self._opening = asyncio.ensure_future(self._entered.enter_async_context(self._leg))
@@ -654,7 +653,7 @@ class EarlyLeg:
             await _cancel(running)
 
     @asynccontextmanager
-    async def opened(self) -> AsyncIterator[UpstreamResponse]:
+    async def opened(self) -> AsyncIterator[UpstreamRequest]:
         """The leg's response, once its headers have arrived. What is raised within is the leg's failure."""
         response = await self._opening
         async with self._entered.pop_all():

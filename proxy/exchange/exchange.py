@@ -31,9 +31,9 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 
 from kvferry.common.exceptions import release_locals
-from kvferry.proxy.clock import now
 from kvferry.proxy.dialects.sent_tokens import SentTokens
 from kvferry.proxy.errors import AgentLost, ModelNotFound, StreamBroken
 from kvferry.proxy.exchange.attempt import Attempt, AttemptContext, RequestState
@@ -43,6 +43,7 @@ from kvferry.proxy.exchange.retry import Retries, RetryBudget
 from kvferry.proxy.fleet.admission import Reservation
 from kvferry.proxy.fleet.fleet import AcquireRequest, Fleet
 from kvferry.proxy.fleet.routing.routing_request import NO_AGENTS, NoPair, Pair, routing_request
+from kvferry.proxy.http.pool import now
 from kvferry.proxy.ids import Identity
 from kvferry.proxy.request import ClientRequest, check_context
 from kvferry.proxy.telemetry.request_log import Phase, RequestLog
@@ -85,10 +86,10 @@ class Exchange:
             log, context.retry_budget, attempts.metrics, settings.retries, settings.migrations
         )
         self._deadline = now() + settings.total_timeout_s
-        self._poison = PoisonCheck(context.fleet.registry, log, attempts.metrics)
         legs = Legs(
             attempts.upstream,
-            self._poison,
+            context.fleet.registry.leg_succeeded,
+            partial(PoisonCheck, context.fleet.registry, log, attempts.metrics),
             first_byte_timeout_s=settings.first_byte_timeout_s,
             deadline=self._deadline,
             can_retry=self._retries.has_more,
@@ -173,13 +174,14 @@ class Exchange:
         """
         release_locals(lost)
         self._log.add_loss(lost.message)
-        self._poison.attempt_ended()
+        poison = self._state.legs.poison_check
+        poison.attempt_ended()
         begun = self._state.begun
         if begun and self._request.undivided:
             # A pair, which could go on after what the client has, cannot serve such a request.
             raise StreamBroken(lost.message) from lost
         if self._retries.has_more():
-            await self._poison.judge(self._deadline)
+            await poison.judge(self._deadline)
         self._retries.use_one(lost, "prefill" if lost.agent == pair.prefill.incarnation else "decode")
         self._exclude |= {lost.agent}
         self._must_match = pair.prefill.info if begun else None

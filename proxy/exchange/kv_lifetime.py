@@ -27,10 +27,9 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 from kvferry.common.telemetry import prometheus_text
-from kvferry.proxy.clock import now
 from kvferry.proxy.dialects.base import Endpoints, KvEndpoint, LegRequest
 from kvferry.proxy.errors import AgentRejected, ProxyError
-from kvferry.proxy.http.pool import UpstreamPool
+from kvferry.proxy.http.pool import UpstreamPool, now
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.wire.registration import Incarnation, Register
 

@@ -12,11 +12,9 @@ import asyncio
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 from kvferry.proxy import sse
-from kvferry.proxy.clock import now
 from kvferry.proxy.dialects.base import LegRequest
 from kvferry.proxy.errors import (
     AgentBusy,
@@ -28,8 +26,9 @@ from kvferry.proxy.errors import (
     ProxyError,
     shorten,
 )
+from kvferry.proxy.exchange.poison import AGENT_FAILURES, PoisonCheck
 from kvferry.proxy.fleet.routing.routing_request import Pair
-from kvferry.proxy.http.pool import UpstreamPool, UpstreamRequest, UpstreamResponse
+from kvferry.proxy.http.pool import UpstreamPool, UpstreamRequest, now
 from kvferry.proxy.telemetry.request_trace import CANCELLED, RequestTrace
 from kvferry.proxy.wire.registration import Incarnation, Register
 
@@ -38,20 +37,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-AgentFailure = AgentLost | AgentTimeout | BadResponse
-AGENT_FAILURES = (AgentLost, AgentTimeout, BadResponse)
-"""What counts as its agent's failure when a leg ends with it."""
 NO_FAULTS = (KvUnproven, AgentBusy, BusyResponse)
-"""Those that say nothing about the agent's health."""
-
-
-class LegReports(Protocol):
-    """Where the end of a leg is reported, exactly once, but for one that its agent rejected."""
-
-    def leg_succeeded(self, agent: Incarnation, /) -> None: ...
-    def leg_failed(self, agent: Incarnation, error: AgentFailure, /) -> None: ...
-    def leg_cancelled(self, agent: Incarnation, /) -> None:
-        """The leg was ended here, while its agent may have been at work on it."""
+"""Failures that say nothing about the agent's health."""
 
 
 class PausableSource(Protocol):
@@ -81,9 +68,11 @@ class ReservedPair(Protocol):
 
 
 class Legs:
-    """Opens the legs of one request within its deadlines.
+    """Opens the legs of one request within its deadlines. What is raised within a leg counts as its end.
 
     Args:
+        leg_succeeded: Called with the agent of each leg that ends as it should.
+        new_poison_check: Makes what takes the others.
         deadline: The request's, on the event loop's clock.
         can_retry: Whether the request may be retried now: then the leg of a hanging agent is aborted
             (`proxy.http.hang_detector`).
@@ -93,7 +82,8 @@ class Legs:
     def __init__(
         self,
         upstream: UpstreamPool,
-        reports: LegReports,
+        leg_succeeded: Callable[[Incarnation], None],
+        new_poison_check: Callable[[], PoisonCheck],
         *,
         first_byte_timeout_s: float,
         deadline: float,
@@ -103,13 +93,22 @@ class Legs:
         self.upstream = upstream
         self.deadline = deadline
         self._trace = trace
-        self._reports = reports
+        self._leg_succeeded = leg_succeeded
+        self._new_poison_check = new_poison_check
+        self._poison_check: PoisonCheck | None = None
         self._first_byte_timeout_s = first_byte_timeout_s
         self._can_retry = can_retry
 
-    def open_prefill(self, server: Register, leg: LegRequest) -> OpenLeg:
+    @property
+    def poison_check(self) -> PoisonCheck:
+        """What watches the request from the first failure on."""
+        if self._poison_check is None:
+            self._poison_check = self._new_poison_check()
+        return self._poison_check
+
+    def open_prefill(self, server: Register, leg: LegRequest) -> UpstreamRequest:
         """Open a prefill leg. Its body is short and comes at once: the last byte is due as the first is."""
-        due = self._first_byte_deadline(1)
+        due = min(now() + self._first_byte_timeout_s, self.deadline)
         return self._open("prefill", server, leg, due, due)
 
     def open_decode(
@@ -120,14 +119,16 @@ class Legs:
         stream: bool,
         patience: int = 1,
         accept_deadline: float = float("inf"),
-    ) -> OpenLeg:
+    ) -> UpstreamRequest:
         """Open a decode leg: a stream, or a body that comes all at once at the very end.
 
         Args:
             patience: How many times the usual wait a stream may take to begin.
             accept_deadline: When a stream must have begun in any case.
         """
-        due = min(self._first_byte_deadline(patience), accept_deadline) if stream else self.deadline
+        due = self.deadline
+        if stream:
+            due = min(now() + patience * self._first_byte_timeout_s, due, accept_deadline)
         return self._open("decode", server, leg, due, self.deadline)
 
     def _open(
@@ -137,8 +138,8 @@ class Legs:
         leg: LegRequest,
         headers_deadline: float,
         deadline: float,
-    ) -> OpenLeg:
-        headers, on_end = leg.headers, None
+    ) -> UpstreamRequest:
+        headers, on_end = leg.headers, self._ended
         if self._trace is not None:
             about = {
                 "kvferry.agent": server.address,
@@ -146,8 +147,8 @@ class Legs:
                 "kvferry.dialect": server.dialect,
             }
             span = self._trace.begin_leg(which, about)
-            headers, on_end = {**headers, **span.headers()}, partial(_end_span, self._trace, span)
-        request = self.upstream.post(
+            headers, on_end = {**headers, **span.headers()}, partial(self._ended, span=span)
+        return self.upstream.post(
             server,
             leg.path,
             leg.body,
@@ -155,54 +156,18 @@ class Legs:
             headers_deadline=headers_deadline,
             deadline=deadline,
             can_retry=self._can_retry,
+            on_end=on_end,
         )
-        return OpenLeg(request, self._reports, server.incarnation, on_end)
 
-    def _first_byte_deadline(self, patience: int) -> float:
-        return min(now() + patience * self._first_byte_timeout_s, self.deadline)
-
-
-class OpenLeg:
-    """A leg; entering sends it and waits for the response's headers, and its end is reported.
-
-    What is raised within counts as the leg's end. A class, since a generator's context would cost as much as
-    the request itself.
-    """
-
-    def __init__(
-        self,
-        request: UpstreamRequest,
-        reports: LegReports,
-        agent: Incarnation,
-        on_end: Callable[[BaseException | None], None] | None = None,
-    ) -> None:
-        self._request = request
-        self._reports = reports
-        self._agent = agent
-        self._on_end = on_end
-
-    async def __aenter__(self) -> UpstreamResponse:
-        try:
-            return await self._request.__aenter__()
-        except BaseException as error:
-            self._report(error)
-            raise
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._request.__aexit__(kind, error, trace)
-        self._report(error)
-
-    def _report(self, error: BaseException | None) -> None:
-        if self._on_end is not None:
-            self._on_end(error)
+    def _ended(self, server: Register, error: BaseException | None, span: Span | None = None) -> None:
+        if self._trace is not None and span is not None:
+            _end_span(self._trace, span, error)
         if error is None:
-            self._reports.leg_succeeded(self._agent)
+            self._leg_succeeded(server.incarnation)
         elif isinstance(error, AGENT_FAILURES) and not isinstance(error, NO_FAULTS):
-            self._reports.leg_failed(self._agent, error)
+            self.poison_check.leg_failed(server.incarnation, error)
         elif isinstance(error, asyncio.CancelledError):
-            self._reports.leg_cancelled(self._agent)
+            self.poison_check.leg_cancelled(server.incarnation)
 
 
 def _end_span(trace: RequestTrace, span: Span, error: BaseException | None) -> None:
@@ -216,7 +181,7 @@ def _end_span(trace: RequestTrace, span: Span, error: BaseException | None) -> N
 
 
 async def read_events(
-    response: UpstreamResponse, agent: Register, reader: sse.EventReader, sink: ResponseSink
+    response: UpstreamRequest, agent: Register, reader: sse.EventReader, sink: ResponseSink
 ) -> None:
     """Feed a decode leg's stream to `reader` as it arrives, at the client's pace, up to `[DONE]`.
 
@@ -233,13 +198,13 @@ async def read_events(
         raise lost(agent, "ended its stream without [DONE]")
 
 
-def require_stream(response: UpstreamResponse, agent: Register) -> None:
+def require_stream(response: UpstreamRequest, agent: Register) -> None:
     """Raise `BadResponse` unless the response is a stream of events."""
     if not response.content_type.startswith(sse.CONTENT_TYPE):
         raise BadResponse(f"{agent.address} answered {_media_type(response)} where a stream was asked for")
 
 
-def require_json(response: UpstreamResponse, agent: Register) -> None:
+def require_json(response: UpstreamRequest, agent: Register) -> None:
     """Raise `BadResponse` unless the response is JSON.
 
     Nothing that a browser would run may be served from where the operator's page is.
@@ -248,7 +213,7 @@ def require_json(response: UpstreamResponse, agent: Register) -> None:
         raise BadResponse(f"{agent.address} answered {_media_type(response)} where JSON was asked for")
 
 
-def _media_type(response: UpstreamResponse) -> str:
+def _media_type(response: UpstreamRequest) -> str:
     return shorten(response.content_type)
 
 

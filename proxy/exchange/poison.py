@@ -8,16 +8,18 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from kvferry.proxy.clock import now
-from kvferry.proxy.errors import AgentLost, AgentTimeout, SuspectRequest
-from kvferry.proxy.exchange.legs import AgentFailure
+from kvferry.proxy.errors import AgentLost, AgentTimeout, BadResponse, SuspectRequest
 from kvferry.proxy.fleet.registry import Place, Registry
+from kvferry.proxy.http.pool import now
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.telemetry.request_log import RequestLog
 from kvferry.proxy.wire.registration import NODE_EXPIRY_S, Incarnation
 
 logger = logging.getLogger(__name__)
 
+AgentFailure = AgentLost | AgentTimeout | BadResponse
+AGENT_FAILURES = (AgentLost, AgentTimeout, BadResponse)
+"""What counts as its agent's failure when a leg ends with it."""
 MAX_CRASHED_AGENTS = 2
 """Agents that one request may crash, and whose circuit breakers may count its failures."""
 VERDICT_S = NODE_EXPIRY_S
@@ -54,7 +56,7 @@ class PlaceState(enum.Enum):
 
 
 class PoisonCheck:
-    """Whether one request crashes the agents that serve it; the ends of its legs are reported here.
+    """Whether one request crashes the agents that serve it; how its legs failed is reported here.
 
     An agent *crashed* with the request if it fell silent, or if it was lost and its pings do not show that it
     goes on working. Which one of its requests did that cannot be known, so it counts for each of them. A
@@ -82,12 +84,8 @@ class PoisonCheck:
         """Agents of which it is not known yet whether they work on."""
         self._crashed: dict[Incarnation, Loss] = {}
 
-    def leg_succeeded(self, agent: Incarnation) -> None:
-        """See `LegReports`."""
-        self._agents.leg_succeeded(agent)
-
     def leg_failed(self, agent: Incarnation, error: AgentFailure) -> None:
-        """See `LegReports`."""
+        """A leg has failed: maybe its agent."""
         if isinstance(error, AgentLost) and error.may_be_caused and not self._agents.is_leaving(agent):
             losses = self._crashed if error.unresponsive else self._lost
             losses[agent] = self._loss(agent)
@@ -102,7 +100,7 @@ class PoisonCheck:
         self._agents.leg_failed(agent)
 
     def leg_cancelled(self, agent: Incarnation) -> None:
-        """See `LegReports`."""
+        """A leg was ended here, while its agent may have been at work on it."""
         if not self._agents.is_leaving(agent):
             self._cancelled[agent] = self._loss(agent)
 

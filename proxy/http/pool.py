@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
+from types import TracebackType
 from typing import NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from kvferry.common.exceptions import system_reason
 from kvferry.common.http.tls import client_context
 from kvferry.common.work_pool import PoolBusy, WorkPool
-from kvferry.proxy.clock import now
 from kvferry.proxy.errors import (
     AGENT_BUSY,
     AgentBusy,
@@ -44,6 +44,7 @@ from kvferry.proxy.wire.dialects import NATIVE_DIALECT
 from kvferry.proxy.wire.registration import Register
 
 T = TypeVar("T")
+OnEnd = Callable[[Register, BaseException | None], None]
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
 """Of a response that is not streamed."""
@@ -62,6 +63,11 @@ MAX_READ_BYTES = 256 * 1024 * 1024
 """Of large responses that wait to be read, or are being read."""
 READ_TIMEOUT_S = 30.0
 FINISH_GRACE_S = 1.0
+
+
+def now() -> float:
+    """Return the running event loop's time, in seconds: the clock of deadlines and ages."""
+    return asyncio.get_running_loop().time()
 
 
 class Origin(NamedTuple):
@@ -123,19 +129,67 @@ class ConnectionLimit:
         self.free += 1
 
 
-class UpstreamResponse:
-    """An agent's response with status 200. Read it once, by `read` or `stream_to`.
+class UpstreamRequest:
+    """One request to an agent and its response; made by `UpstreamPool.post`. An async context: entering sends
+    it and waits for the response's head, leaving ends it. Read the response once, by `read` or `stream_to`.
 
     All waits raise `AgentTimeout` at their deadline and `AgentLost` when the agent breaks off or is aborted.
+    A class, since a generator's context would cost as much as all the rest here.
     """
 
     def __init__(
-        self, connection: UpstreamConnection, agent: Register, idle_timeout_s: float, deadline: float
+        self,
+        pool: UpstreamPool,
+        origin: Origin,
+        agent: Register,
+        request: bytes,
+        headers_deadline: float,
+        deadline: float,
+        can_retry: Callable[[], bool],
+        body: bytes = b"",
+        on_end: OnEnd | None = None,
     ) -> None:
-        self._connection = connection
-        self._agent = agent
-        self._idle_timeout_s = idle_timeout_s
+        self.agent = agent
+        self.can_retry = can_retry
+        self._pool = pool
+        self._origin = origin
+        self._request = request
+        self._body = body
+        self._headers_deadline = headers_deadline
         self._deadline = deadline
+        self._on_end = on_end
+        self._connection: UpstreamConnection
+
+    async def __aenter__(self) -> UpstreamRequest:
+        pool = self._pool
+        try:
+            connection = pool.acquire_idle(self._origin)
+            if connection is None:
+                connection = await pool.acquire(self._origin, self.agent, self._headers_deadline)
+            try:
+                await self._send(connection)
+                return self
+            except StaleConnection as error:
+                lost = _failure(error, self.agent)
+            # Most likely the agent never saw the request (RFC 9112, 9.3.1). Otherwise it has ended, and takes
+            # no connection either: then the loss may be the request's doing.
+            try:
+                connection = await pool.acquire(self._origin, self.agent, self._headers_deadline, is_new=True)
+            except AgentLost:
+                raise lost from None
+            await self._send(connection)
+            return self
+        except BaseException as error:
+            if self._on_end is not None:
+                self._on_end(self.agent, error)
+            raise
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._release()
+        if self._on_end is not None:
+            self._on_end(self.agent, error)
 
     @property
     def content_type(self) -> str:
@@ -152,27 +206,27 @@ class UpstreamResponse:
         try:
             return await _read_body(self._connection, limit)
         except (ConnectionBroken, TimeoutError) as error:
-            raise _failure(error, self._agent) from error
+            raise _failure(error, self.agent) from error
 
     async def stream_to(self, sink: Sink, held: Callable[[], int] | None = None) -> None:
         """Pass the body to `sink` as it arrives, until its end. Also raises what `sink` raises.
 
         `held` says how many bytes the sink keeps of it; beyond `ResponseBounds`, raises `TooManyResponses`.
         """
-        self._connection.set_deadline(self._deadline, self._idle_timeout_s)
+        self._connection.set_deadline(self._deadline, self._pool.settings.idle_timeout_s)
         self._connection.stream_to(sink, held)
         try:
             await self._connection.wait_complete()
         except (ConnectionBroken, TimeoutError) as error:
-            raise _failure(error, self._agent) from error
+            raise _failure(error, self.agent) from error
 
     async def read_some(self) -> bytes:
         """The next bytes of the body to arrive; empty at its end. `stream_to` may follow."""
-        self._connection.set_deadline(self._deadline, self._idle_timeout_s)
+        self._connection.set_deadline(self._deadline, self._pool.settings.idle_timeout_s)
         try:
             return await self._connection.read_some()
         except (ConnectionBroken, TimeoutError) as error:
-            raise _failure(error, self._agent) from error
+            raise _failure(error, self.agent) from error
 
     def finish_soon(self) -> None:
         """All that is needed has arrived: give the body's end `FINISH_GRACE_S` more."""
@@ -187,77 +241,6 @@ class UpstreamResponse:
         """Undo `pause`."""
         self._connection.resume()
 
-
-class UpstreamRequest:
-    """One request to an agent, from its sending to its response's end; made by `UpstreamPool.post`.
-
-    A class, since a generator's context would cost as much as all the rest here.
-    """
-
-    def __init__(
-        self,
-        pool: UpstreamPool,
-        origin: Origin,
-        agent: Register,
-        request: bytes,
-        headers_deadline: float,
-        deadline: float,
-        can_retry: Callable[[], bool],
-        body: bytes = b"",
-    ) -> None:
-        self.agent = agent
-        self.can_retry = can_retry
-        self._pool = pool
-        self._origin = origin
-        self._request = request
-        self._body = body
-        self._headers_deadline = headers_deadline
-        self._deadline = deadline
-        self._connection: UpstreamConnection
-
-    async def __aenter__(self) -> UpstreamResponse:
-        pool = self._pool
-        connection = pool.acquire_idle(self._origin)
-        if connection is None:
-            connection = await pool.acquire(self._origin, self.agent, self._headers_deadline)
-        try:
-            return await self._send(connection)
-        except StaleConnection as error:
-            lost = _failure(error, self.agent)
-        # Most likely the agent never saw the request (RFC 9112, 9.3.1). Otherwise it has ended, and takes no
-        # connection either: then the loss may be the request's doing.
-        try:
-            connection = await pool.acquire(self._origin, self.agent, self._headers_deadline, is_new=True)
-        except AgentLost:
-            raise lost from None
-        return await self._send(connection)
-
-    async def _send(self, connection: UpstreamConnection) -> UpstreamResponse:
-        """Send the request and wait for its response's head. Raises `StaleConnection`."""
-        pool = self._pool
-        self._connection = connection
-        pool.hang_detector.pending.add(self)
-        try:
-            connection.send(self._request, self._headers_deadline, self._body)
-            await connection.read_headers()
-            if self._deadline != self._headers_deadline:
-                connection.set_deadline(self._deadline)  # for the body, whenever it is read
-            if connection.status != 200:
-                raw = await _read_body(connection, MAX_ERROR_BYTES)
-                raise _status_error(connection, raw, self.agent)
-            _require_plain(connection, self.agent)
-        except (ConnectionBroken, TimeoutError) as error:
-            pool.hang_detector.pending.discard(self)
-            pool.release(self._origin, connection)
-            if isinstance(error, StaleConnection):
-                raise
-            raise _failure(error, self.agent) from error
-        except BaseException:
-            pool.hang_detector.pending.discard(self)
-            pool.release(self._origin, connection)
-            raise
-        return UpstreamResponse(connection, self.agent, pool.settings.idle_timeout_s, self._deadline)
-
     @property
     def waiting_since(self) -> float | None:
         """See `PendingRequest`."""
@@ -267,7 +250,32 @@ class UpstreamRequest:
         """Fail the pending wait with `AgentLost`: the agent is unresponsive."""
         self._connection.abort()
 
-    async def __aexit__(self, *_: object) -> None:
+    async def _send(self, connection: UpstreamConnection) -> None:
+        """Send the request and wait for its response's head. Raises `StaleConnection`."""
+        self._connection = connection
+        self._pool.hang_detector.pending.add(self)
+        try:
+            connection.send(self._request, self._headers_deadline, self._body)
+            await connection.read_headers()
+            if self._deadline != self._headers_deadline:
+                connection.set_deadline(self._deadline)  # for the body, whenever it is read
+            if connection.status != 200:
+                raw = await _read_body(connection, MAX_ERROR_BYTES)
+                raise _status_error(connection, raw, self.agent)
+            coding = connection.headers.get(b"content-encoding")
+            if coding is not None and coding.lower() not in (b"identity", b""):  # the request asks for none
+                shown = shorten(coding.decode("latin-1"))
+                raise BadResponse(f"{self.agent.address} answered with Content-Encoding {shown}")
+        except (ConnectionBroken, TimeoutError) as error:
+            self._release()
+            if isinstance(error, StaleConnection):
+                raise
+            raise _failure(error, self.agent) from error
+        except BaseException:
+            self._release()
+            raise
+
+    def _release(self) -> None:
         self._pool.hang_detector.pending.discard(self)
         self._pool.release(self._origin, self._connection)
 
@@ -320,6 +328,7 @@ class UpstreamPool:
         headers_deadline: float,
         deadline: float,
         can_retry: Callable[[], bool] = lambda: False,
+        on_end: OnEnd | None = None,
     ) -> UpstreamRequest:
         """A context that sends one request and yields its response as soon as its headers have arrived.
 
@@ -331,6 +340,7 @@ class UpstreamPool:
             deadline: For its end, likewise.
             can_retry: Whether the request could be retried elsewhere now, should the agent become
                 unresponsive (`proxy.http.hang_detector`).
+            on_end: Called once, at the end, with the agent and with what was raised in the context.
 
         Entering raises:
             AgentLost: connection refused or reset, a truncated response, or a 5xx; `AgentBusy` for a 503 with
@@ -344,7 +354,7 @@ class UpstreamPool:
         head = self._head("POST", origin, path, agent, {**headers, "Content-Length": str(len(body))})
         if len(body) < LARGE_BODY_BYTES:
             head, body = head + body, b""
-        return UpstreamRequest(self, origin, agent, head, headers_deadline, deadline, can_retry, body)
+        return UpstreamRequest(self, origin, agent, head, headers_deadline, deadline, can_retry, body, on_end)
 
     async def get(self, agent: Register, url: str, *, deadline: float) -> bytes:
         """The body at a URL of the agent, which may be on another port than its address.
@@ -374,9 +384,7 @@ class UpstreamPool:
 
     def acquire_idle(self, origin: Origin) -> UpstreamConnection | None:
         """An idle connection, to be released; None if there is none, or others wait for one."""
-        if not self._limit.free:
-            return None
-        connection = self._take_idle(origin)
+        connection = self._take_idle(origin) if self._limit.free else None
         if connection is not None:
             self._limit.free -= 1
         return connection
@@ -405,7 +413,11 @@ class UpstreamPool:
         if connection in self.bounds.held:
             self.bounds.release(connection)
         if connection.reusable:
-            self._add_idle(origin, connection)
+            connection.reset()
+            self._idle_since[connection] = (origin, now())
+            self._idle.setdefault(origin, {})[connection] = None
+            if self._sweeper is None:
+                self._sweep()
         else:
             connection.close()
         self._limit.release()
@@ -447,13 +459,6 @@ class UpstreamPool:
             raise _failure(ConnectionBroken("the connection was lost"), agent)
         return connection
 
-    def _add_idle(self, origin: Origin, connection: UpstreamConnection) -> None:
-        connection.reset()
-        self._idle_since[connection] = (origin, now())
-        self._idle.setdefault(origin, {})[connection] = None
-        if self._sweeper is None:
-            self._sweep()
-
     def _take_idle(self, origin: Origin) -> UpstreamConnection | None:
         idle = self._idle.get(origin)
         if idle is None:
@@ -493,14 +498,6 @@ def origin_of(address: str) -> Origin:
     url = urlsplit(address)
     is_tls = url.scheme == "https"
     return Origin(url.hostname or "", url.port or (443 if is_tls else 80), is_tls, url.netloc)
-
-
-def _require_plain(connection: UpstreamConnection, agent: Register) -> None:
-    """Raise `BadResponse` for a compressed body, for which the request does not ask."""
-    coding = connection.headers.get(b"content-encoding", b"identity")
-    if coding.lower() not in (b"identity", b""):
-        shown = shorten(coding.decode("latin-1"))
-        raise BadResponse(f"{agent.address} answered with Content-Encoding {shown}")
 
 
 async def _read_body(connection: UpstreamConnection, limit: int) -> bytes:

@@ -78,7 +78,7 @@ def test_another_source_leaves_the_layer_of_the_dependencies(
 ) -> None:
     """It is most of the image: to build, push and pull one anew takes seconds."""
     repository = copy_of_the_repository(tmp_path)
-    with (repository / "proxy" / "clock.py").open("a") as source:
+    with (repository / "proxy" / "ids.py").open("a") as source:
         source.write("# another one\n")
     other = build(containers, FOLDER, repository=repository, name="localhost/kvferry:other")
     try:

@@ -31,7 +31,7 @@ def _rooms() -> dict[str, set[str]]:
     A room is a folder, or a module where a module is named. What has no line of its own in `agent` and
     `transfer` belongs to the room of that name, at the bottom of the package.
     """
-    ground = {"proxy.clock", "proxy.ids", "proxy.wire", "proxy.telemetry"}
+    ground = {"proxy.ids", "proxy.wire", "proxy.telemetry"}
     errors = {*ground, "proxy.errors"}
     texts = {*errors, "proxy.sse", "proxy.request"}
     fleet = {*texts, "proxy.fleet"}

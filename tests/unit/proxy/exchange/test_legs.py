@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,9 +13,10 @@ import pytest
 
 from kvferry.proxy.dialects.base import LegRequest
 from kvferry.proxy.errors import AgentLost, AgentRejected, AgentTimeout, BadResponse
-from kvferry.proxy.exchange.legs import AGENT_FAILURES, Legs, read_events, require_json, require_stream
+from kvferry.proxy.exchange.legs import Legs, read_events, require_json, require_stream
+from kvferry.proxy.exchange.poison import AGENT_FAILURES
 from kvferry.proxy.exchange.sub_requests import join
-from kvferry.proxy.wire.registration import Incarnation
+from kvferry.proxy.wire.registration import Incarnation, Register
 from tests.unit.proxy.builders import registration
 
 SERVER = registration("decode", 8001)
@@ -32,18 +34,23 @@ class Upstream:
         self.exits = 0
         self._fails = fails
 
-    def post(self, *_: Any, headers_deadline: float, deadline: float, can_retry: Any) -> Upstream:
+    def post(
+        self, agent: Register, *_: Any, headers_deadline: float, deadline: float, can_retry: Any, on_end: Any
+    ) -> Upstream:
         now = asyncio.get_running_loop().time()
         self.posted.append({"headers": headers_deadline - now, "end": deadline - now})
+        self._on_end = partial(on_end, agent)
         return self
 
     async def __aenter__(self) -> str:
         if self._fails is not None:
+            self._on_end(self._fails)
             raise self._fails
         return "response"
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.exits += 1
+        self._on_end(error)
 
 
 class Breakers:
@@ -67,9 +74,11 @@ class Breakers:
 
 
 def legs(upstream: Upstream, breakers: Breakers | None = None, deadline: float = DEADLINE) -> Legs:
+    breakers = breakers or Breakers()
     return Legs(
         cast(Any, upstream),
-        cast(Any, breakers or Breakers()),
+        breakers.leg_succeeded,
+        lambda: cast(Any, breakers),
         first_byte_timeout_s=10.0,
         deadline=deadline,
         can_retry=lambda: False,

@@ -9,12 +9,12 @@ import json
 import os
 import threading
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from typing import Any
 
 import pytest
 
-from kvferry.proxy.errors import AgentLost, OutOfDescriptors, ProxyError, TooManyResponses
+from kvferry.proxy.errors import AgentLost, BadResponse, OutOfDescriptors, ProxyError, TooManyResponses
 from kvferry.proxy.http import pool as pool_module
 from kvferry.proxy.http import upstream_connection
 from kvferry.proxy.http.pool import LARGE_RESPONSE_BYTES, ConnectionLimit, PoolSettings, UpstreamPool
@@ -80,6 +80,37 @@ async def test_an_agent_that_cannot_be_dialled_is_lost_unless_the_fault_is_ours(
     async with UpstreamPool(PoolSettings()) as upstream:
         with pytest.raises(failure):
             await upstream.get(registration("decode", 1), f"http://{host}:9/", deadline=by)
+
+
+@pytest.mark.parametrize("within", [None, BadResponse("within"), asyncio.CancelledError()], ids=repr)
+async def test_the_end_of_a_request_is_reported_once(within: BaseException | None) -> None:
+    ends: list[tuple[Register, BaseException | None]] = []
+    by = asyncio.get_running_loop().time() + SOON_S
+    async with UpstreamPool(PoolSettings()) as upstream, StandInAgent("both") as agent:
+        info = agent.registration()
+        with nullcontext() if within is None else pytest.raises(type(within)):
+            async with upstream.post(
+                info, "/v1/completions", BODY, {}, headers_deadline=by, deadline=by,
+                on_end=lambda *end: ends.append(end),
+            ) as response:  # fmt: skip
+                await response.read()
+                if within is not None:
+                    raise within
+    assert ends == [(info, within)]
+
+
+async def test_the_end_of_a_request_without_a_response_is_reported_once() -> None:
+    ends: list[tuple[Register, BaseException | None]] = []
+    by = asyncio.get_running_loop().time() + SOON_S
+    async with UpstreamPool(PoolSettings()) as upstream, StandInAgent("both") as gone:
+        await gone.close_http()
+        with pytest.raises(AgentLost) as lost:
+            async with upstream.post(
+                gone.registration(), "/v1/completions", BODY, {}, headers_deadline=by, deadline=by,
+                on_end=lambda *end: ends.append(end),
+            ):  # fmt: skip
+                pass
+    assert ends == [(gone.registration(), lost.value)]
 
 
 async def test_a_failed_request_releases_its_connection() -> None:
