@@ -32,9 +32,8 @@ from kvferry.proxy.dialects.catalogue import all_dialects
 from kvferry.proxy.dialects.fields import allowed_fields
 from kvferry.proxy.discovery.discovery import Discovery
 from kvferry.proxy.exchange.attempt import AttemptContext
-from kvferry.proxy.exchange.exchange import Exchange, ExchangeContext, ExchangeSettings
+from kvferry.proxy.exchange.exchange import Exchange, ExchangeContext, ExchangeSettings, RetryBudget
 from kvferry.proxy.exchange.kv_lifetime import ExpiryCounts, KvDrops, KvEndpointCache
-from kvferry.proxy.exchange.retry import RetryBudget
 from kvferry.proxy.fleet.fleet import Fleet
 from kvferry.proxy.http.client_connection import ClientConnection
 from kvferry.proxy.http.cors import CorsPolicy

@@ -424,7 +424,7 @@ DEFECTS = (
     ),
     Defect(
         sentence="Retries are not bounded by the budget.",
-        file="proxy/exchange/retry.py",
+        file="proxy/exchange/exchange.py",
         old="        self._tokens -= 1\n",
         new="",
         tests=("tests/unit/proxy/exchange/test_retry.py",),

@@ -30,7 +30,7 @@ INTERNAL = {
     "common/yaml_file.py::MAX_FILE_BYTES": "the operator's own file",
     "common/yaml_file.py::MAX_DEPTH": "the operator's own file",
     "common/shared_options.py::MAX_PORT": "what a port may be",
-    "proxy/exchange/retry.py::MAX_SAVED": "the retry budget",
+    "proxy/exchange/exchange.py::MAX_SAVED": "the retry budget",
     "proxy/fleet/admission.py::MAX_RETRY_AFTER_S": "what clients are advised",
     "proxy/fleet/circuit_breaker.py::MAX_PAUSE_S": "the pauses of a circuit breaker",
     "proxy/telemetry/collectors.py::MAX_LABELLED_AGENTS": "how many agents have labels of their own",

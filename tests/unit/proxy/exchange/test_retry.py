@@ -6,7 +6,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.proxy.exchange.retry import MAX_SAVED, RATIO, RESERVE, RetryBudget
+from kvferry.proxy.exchange.exchange import MAX_SAVED, RATIO, RESERVE, RetryBudget
 
 
 @given(st.lists(st.booleans(), max_size=2000))
