@@ -134,6 +134,4 @@ class RejectedAgents:
 
     def lately(self, now: float) -> tuple[RejectedAgent, ...]:
         """Return those of the last `MEMORY_S` seconds, latest first."""
-        if not self._by_kind:  # as in most fleets, at every request
-            return ()
         return tuple(each for each in reversed(self._by_kind.values()) if now - each.at < MEMORY_S)

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 from kvferry.proxy.fleet.address_rules import (
     AddressRules,
+    RejectedAgent,
     RejectedAgents,
     RejectReason,
     speaks_tls,
@@ -406,18 +407,19 @@ class Registry:
         self.sweep()
         now, cache = self._clock(), self._cache
         self._refresh(now)
-        rejected = self._rejected.lately(now)
         last = cache.snapshot
-        if last is None or rejected != last.rejected or self._models.keys() != last.models:
+        if last is None or self._models.keys() != last.models:
             names = last.models if last and self._models.keys() == last.models else frozenset(self._models)
             if cache.pairing is None:
                 cache.pairing = Pairing([node.info for node in cache.nodes])
             cache.number += 1
             changed, cache.changed = frozenset(cache.changed), set()
-            cache.snapshot = last = Snapshot(
-                tuple(cache.nodes), cache.pairing, names, rejected, cache.number, changed
-            )
+            cache.snapshot = last = Snapshot(tuple(cache.nodes), cache.pairing, names, cache.number, changed)
         return last
+
+    def rejected_agents(self) -> tuple[RejectedAgent, ...]:
+        """Return the agents whose registrations were rejected lately, latest first."""
+        return self._rejected.lately(self._clock())
 
     def revision(self) -> int:
         """Return a number that grows whenever the agents differ in anything that routing goes by."""

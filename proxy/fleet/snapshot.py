@@ -11,7 +11,6 @@ from itertools import compress, count
 from operator import is_not
 from typing import NamedTuple
 
-from kvferry.proxy.fleet.address_rules import RejectedAgent
 from kvferry.proxy.fleet.circuit_breaker import BreakerState
 from kvferry.proxy.fleet.pairing import Leg, Matching, Mismatch, Pairing, reason
 from kvferry.proxy.wire.dialects import DIALECTS
@@ -71,15 +70,14 @@ class Snapshot:
     """All agents at one moment, ordered by address so that a rotation over them is stable.
 
     `pairing` is that of `nodes`, whatever their states. `models` also holds the names that were served
-    lately: their absence is an outage, not a wrong name. `rejected`: agents whose registrations were rejected
-    lately. `number`: of the registry's snapshots; 0: it is none of them. `changed`: the positions of nodes
-    that are others than in the registry's snapshot before, if its `pairing` is the same.
+    lately: their absence is an outage, not a wrong name. `number`: of the registry's snapshots; 0: it is none
+    of them. `changed`: the positions of nodes that are others than in the registry's snapshot before, if its
+    `pairing` is the same.
     """
 
     nodes: tuple[Node, ...]
     pairing: Pairing = field(compare=False, repr=False)
     models: frozenset[str]
-    rejected: tuple[RejectedAgent, ...] = ()
     number: int = field(default=0, compare=False, repr=False)
     changed: frozenset[int] = field(default=frozenset(), compare=False, repr=False)
 

@@ -424,6 +424,7 @@ class Supervisor:
             not_served=self._not_served,
             in_flight=lambda agent: in_flight[agent],
             down=self._down(),
+            rejected=self._registry.rejected_agents(),
             events=self._events,
             now=now,
         )

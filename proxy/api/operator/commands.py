@@ -160,6 +160,7 @@ class OperatorApi:
             not_served=fleet.settings.not_served,
             in_flight=fleet.slots.in_flight,
             down=self._down(),
+            rejected=fleet.registry.rejected_agents(),
             events=lambda: fleet.registry.events,
             now=now,
         )

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from kvferry.proxy.errors import CannotDrain, NotFound
+from kvferry.proxy.fleet.address_rules import RejectedAgent
 from kvferry.proxy.fleet.routing.routing_request import NoPair
 from kvferry.proxy.fleet.snapshot import (
     MAX_PAIRINGS,
@@ -63,13 +64,15 @@ class FleetView:
 
     `not_served`: says why no request for a model can be served (`FleetSettings.not_served`). `in_flight`:
     sequences of this proxy at an agent. `down`: servers named by flags or a file that are down.
-    `events`: puts together what has happened to agents.
+    `rejected`: agents whose registrations were rejected lately. `events`: puts together what has happened to
+    agents.
     """
 
     snapshot: Snapshot
     not_served: Callable[[Snapshot, str], NoPair | None]
     in_flight: Callable[[Incarnation], int]
     down: Sequence[Mapping[str, object]]
+    rejected: Sequence[RejectedAgent]
     events: Callable[[], EventLog]
     now: float
 
@@ -181,7 +184,7 @@ async def dashboard_page(view: FleetView, activity: Activity, model: str = "") -
             **_events(view, model),
             "refused_pairings": _refused_pairings(view, MAX_SHOWN),
             "num_refused_pairings": count_incompatible(snapshot).total(),
-            "rejected_agents": _rejected_agents(snapshot, now),
+            "rejected_agents": _rejected_agents(view),
             "in_flight": activity.in_flight,
             "charts": history.charts(),
             "hour": history.hour(),
@@ -263,7 +266,7 @@ def nodes_page(view: FleetView) -> dict[str, Any]:
         "nodes": _nodes(view, range(len(view.snapshot.nodes))),
         "refused_pairings": _refused_pairings(view, MAX_PAIRINGS),
         "num_refused_pairings": count_incompatible(view.snapshot).total(),
-        "rejected_agents": _rejected_agents(view.snapshot, view.now),
+        "rejected_agents": _rejected_agents(view),
         "down": view.down,
         **_events(view),
     }
@@ -339,7 +342,7 @@ def _no_agent(agent: Incarnation) -> Page:
     return Page(status=error.status, body=error.body())
 
 
-def _rejected_agents(snapshot: Snapshot, now: float) -> list[dict[str, Any]]:
+def _rejected_agents(view: FleetView) -> list[dict[str, Any]]:
     return [
         {
             "address": agent.address,
@@ -347,9 +350,9 @@ def _rejected_agents(snapshot: Snapshot, now: float) -> list[dict[str, Any]]:
             "role": agent.role,
             "reason": agent.reason.value,
             "count": agent.count,
-            "last_ping_s": round(now - agent.at, 3),
+            "last_ping_s": round(view.now - agent.at, 3),
         }
-        for agent in snapshot.rejected
+        for agent in view.rejected
     ]
 
 

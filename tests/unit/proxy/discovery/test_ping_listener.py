@@ -78,7 +78,7 @@ async def test_an_agent_of_another_version_is_rejected_by_name_and_shown(setting
     answer = setting.handle(msgpack.packb(body))
     assert answer is not None
     assert wire.decode_proxy_message(answer) == wire.Rejected(reason=RejectReason.VERSION.value)
-    [rejected] = setting.registry.snapshot().rejected
+    [rejected] = setting.registry.rejected_agents()
     assert (rejected.address, rejected.reason) == (body["address"], RejectReason.VERSION)
     assert not setting.addresses and not setting.bad
 
@@ -149,7 +149,7 @@ async def test_a_refused_ping_is_counted_by_its_reason(setting: Setting) -> None
 async def test_an_atom_engine_that_restarts_may_count_from_the_start(setting: Setting) -> None:
     for index in ("7", "0"):
         setting.handle(msgpack.packb(ATOM_PING | {"index": index}))
-    assert not setting.registry.snapshot().rejected
+    assert not setting.registry.rejected_agents()
 
 
 @pytest.mark.parametrize("address", ["http://host.example:8000", "http://[2001:db8::1]:8000", "https://h:1/"])

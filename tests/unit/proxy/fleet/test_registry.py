@@ -70,11 +70,11 @@ def test_an_agent_outside_the_rules_is_refused_and_shown() -> None:
     assert registry.at(2.0).register(moved) is RejectReason.ADDRESS
     snapshot = registry.at(2.0).snapshot()
     assert [node.info.address for node in snapshot.nodes] == [ONE.address]
-    assert [(each.address, each.count) for each in snapshot.rejected] == [
+    assert [(each.address, each.count) for each in registry.rejected_agents()] == [
         (moved.address, 1),
         (rogue.address, 2),
     ]
-    assert not registry.at(100.0).snapshot().rejected, "old news are forgotten"
+    assert not registry.at(100.0).rejected_agents(), "old news are forgotten"
 
 
 def test_an_agent_that_does_not_speak_tls_is_refused_where_that_is_asked_for() -> None:
@@ -88,7 +88,7 @@ def test_rejected_agents_take_bounded_memory() -> None:
     for port in range(1, 1000):
         registry.at(0.0).register(registration("decode", port, address=f"http://rogue{'x' * 1000}:{port}"))
         registry.at(0.0).register(registration("decode", port, address=f"http://r:{port}"))
-    refused = registry.at(0.0).snapshot().rejected
+    refused = registry.at(0.0).rejected_agents()
     assert len(refused) == MAX_SHOWN
     assert max(len(each.address) for each in refused) == MAX_ADDRESS_CHARS
 
