@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvferry.proxy.errors import Overloaded
-from kvferry.proxy.fleet.routing.load import Slots
+from kvferry.proxy.fleet.routing.candidates import Slots
 from kvferry.proxy.fleet.routing.routing_request import NoPair, Pair, RoutingRequest
 from kvferry.proxy.telemetry.metrics import Metrics, ModelMetrics
 from kvferry.proxy.wire.registration import Incarnation

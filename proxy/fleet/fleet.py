@@ -21,9 +21,8 @@ from kvferry.proxy.fleet.admission import Admission, Reservation
 from kvferry.proxy.fleet.circuit_breaker import BreakerSettings
 from kvferry.proxy.fleet.pairing import Leg
 from kvferry.proxy.fleet.registry import Registry
-from kvferry.proxy.fleet.routing.load import Loads, Slots
+from kvferry.proxy.fleet.routing.candidates import Loads, Slots, not_served
 from kvferry.proxy.fleet.routing.policy import PolicyName
-from kvferry.proxy.fleet.routing.rotation import not_served
 from kvferry.proxy.fleet.routing.router import Decision, Router, Turns, make_policy
 from kvferry.proxy.fleet.routing.routing_request import NO_AGENTS, NoPair, Pair, RoutingRequest
 from kvferry.proxy.fleet.scaling import AgentLoad, ScalingSignals, Signals

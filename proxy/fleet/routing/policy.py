@@ -16,7 +16,7 @@ from random import Random
 from typing import Literal
 
 from kvferry.common.hashing import Purpose, digest
-from kvferry.proxy.fleet.routing.load import Candidates, Listed
+from kvferry.proxy.fleet.routing.candidates import Candidates, Listed
 from kvferry.proxy.fleet.routing.routing_request import CHUNK_TOKENS, PrefixLender, RoutingRequest
 from kvferry.proxy.fleet.snapshot import Node
 from kvferry.proxy.wire.dialects import NATIVE_DIALECT
@@ -191,10 +191,10 @@ class PrefixLenders:
     """Remembers who decoded which prompts, whatever the policies are, as far as these are long enough.
 
     Args:
-        min_tokens: Beginnings of fewer tokens (an estimate) are not worth it; 0 never names a lender.
+        min_tokens: Beginnings of fewer tokens (an estimate) are not worth it; 1 at least.
     """
 
-    def __init__(self, min_tokens: int = 0) -> None:
+    def __init__(self, min_tokens: int) -> None:
         self._min_tokens = min_tokens
         self._index = PrefixIndex()
 
@@ -203,23 +203,21 @@ class PrefixLenders:
         if self._is_long(request) and decode.info.dialect == NATIVE_DIALECT:
             self._index.remember(request.chunks, decode.incarnation)
 
-    def known(self, request: RoutingRequest) -> Iterable[Incarnation]:
-        """Return the agents that have decoded the beginning of the prompt."""
-        return self._index.holders(request.chunks) if self._is_long(request) else ()
-
-    def best(self, known: Sequence[Node], prefill: Node, request: RoutingRequest) -> PrefixLender | None:
-        """Return which of the `known` ones, which fit the prefill agent, has decoded most of the prompt."""
+    def best(self, partners: Candidates, prefill: Node, request: RoutingRequest) -> PrefixLender | None:
+        """Return which of the prefill agent's partners has decoded most of the prompt's beginning."""
+        if not self._is_long(request):
+            return None
         matches = [
             (self._index.matched(request.chunks, node.incarnation) * CHUNK_TOKENS, node)
-            for node in known
+            for node in partners.find(self._index.holders(request.chunks))
             if _can_lend(node.info, prefill.info)
         ]
         longest, lender = max(matches, key=lambda match: match[0], default=(0, prefill))
-        return PrefixLender(lender.info, self._min_tokens) if longest >= max(self._min_tokens, 1) else None
+        return PrefixLender(lender.info, self._min_tokens) if longest >= self._min_tokens else None
 
     def _is_long(self, request: RoutingRequest) -> bool:
         """Several prompts of one request are one text to routing, so nothing is known of each."""
-        return 0 < self._min_tokens <= request.tokens and request.prompts == 1
+        return self._min_tokens <= request.tokens and request.prompts == 1
 
 
 def _can_lend(lender: Register, borrower: Register) -> bool:

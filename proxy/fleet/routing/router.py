@@ -11,7 +11,14 @@ from random import Random
 import msgspec
 
 from kvferry.proxy.fleet.pairing import Leg
-from kvferry.proxy.fleet.routing.load import Loads
+from kvferry.proxy.fleet.routing.candidates import (
+    CandidateIndex,
+    Loads,
+    any_serves_alone,
+    in_rotation,
+    no_pair,
+    unknown_model,
+)
 from kvferry.proxy.fleet.routing.policy import (
     LeastLoaded,
     Policy,
@@ -22,13 +29,6 @@ from kvferry.proxy.fleet.routing.policy import (
     PrefixLenders,
     RoundRobin,
     Session,
-)
-from kvferry.proxy.fleet.routing.rotation import (
-    CandidateIndex,
-    any_serves_alone,
-    in_rotation,
-    no_pair,
-    unknown_model,
 )
 from kvferry.proxy.fleet.routing.routing_request import NO_AGENTS, NoPair, Pair, RoutingRequest
 from kvferry.proxy.fleet.snapshot import Node, NodeState, Snapshot
@@ -95,7 +95,7 @@ class Router:
         self._policies: dict[Leg, Policy] = {"prefill": prefill, "decode": decode}
         self._split_min_tokens = split_min_tokens
         self._stream_pull_min_tokens = stream_pull_min_tokens
-        self._prefix_lenders = PrefixLenders(prefix_pull_min_tokens)
+        self._prefix_lenders = PrefixLenders(prefix_pull_min_tokens) if prefix_pull_min_tokens > 0 else None
         self._index = CandidateIndex(loads)
 
     def choose(
@@ -137,7 +137,8 @@ class Router:
         turns.count(request.model, served, lone=decision.is_lone)
         self._policies["prefill"].note(pair.prefill, request)
         self._policies["decode"].note(pair.decode, request)
-        self._prefix_lenders.note(pair.decode, request)
+        if self._prefix_lenders is not None:
+            self._prefix_lenders.note(pair.decode, request)
 
     def _choose(
         self, snapshot: Snapshot, request: RoutingRequest, turns: Turns, apart: bool
@@ -180,8 +181,8 @@ class Router:
         skewed = _skewed(turn, len(prefills), len(partners))
         decode = self._policies["decode"].pick(partners, request, skewed)
         streamed = _has_spare_room(decode) and self._is_long(request, prefill)
-        lenders = partners.find(self._prefix_lenders.known(request))
-        lender = self._prefix_lenders.best(lenders, prefill, request)
+        lenders = self._prefix_lenders
+        lender = None if lenders is None else lenders.best(partners, prefill, request)
         return Decision(Pair(prefill, decode, streamed, lender))
 
     def _lone(self, request: RoutingRequest, leg: Leg, turns: Turns) -> Node | None:

@@ -19,8 +19,7 @@ from kvferry.proxy.fleet.circuit_breaker import BreakerState
 from kvferry.proxy.fleet.fleet import AcquireRequest, Fleet, FleetSettings
 from kvferry.proxy.fleet.pairing import Kind, Matching, Mismatch, difference, mismatch, reason
 from kvferry.proxy.fleet.registry import STALL_S, SnapshotCache
-from kvferry.proxy.fleet.routing.load import Loads, Slots
-from kvferry.proxy.fleet.routing.rotation import no_pair
+from kvferry.proxy.fleet.routing.candidates import Loads, Slots, no_pair
 from kvferry.proxy.fleet.routing.router import Decision, make_policy
 from kvferry.proxy.fleet.routing.routing_request import NoPair, Pair, RoutingRequest
 from kvferry.proxy.fleet.snapshot import (

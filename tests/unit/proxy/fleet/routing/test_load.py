@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.proxy.fleet.routing.load import Loads, Slots
+from kvferry.proxy.fleet.routing.candidates import Loads, Slots
 from kvferry.proxy.fleet.snapshot import Node, NodeState
 from kvferry.proxy.wire.registration import Incarnation
 from tests.unit.proxy.builders import load, registration

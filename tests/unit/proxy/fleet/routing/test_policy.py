@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.proxy.fleet.routing.load import Listed
+from kvferry.proxy.fleet.routing.candidates import Listed
 from kvferry.proxy.fleet.routing.policy import (
     MAX_HOLDERS,
     OVERLOAD_FACTOR,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.proxy.fleet.routing.load import Loads, Slots
+from kvferry.proxy.fleet.routing.candidates import Loads, Slots
 from kvferry.proxy.fleet.routing.router import make_policy
 from kvferry.proxy.fleet.routing.routing_request import CHUNK_TOKENS, Pair, RoutingRequest
 from kvferry.proxy.fleet.snapshot import Snapshot

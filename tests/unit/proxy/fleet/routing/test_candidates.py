@@ -14,9 +14,16 @@ from hypothesis import strategies as st
 
 from kvferry.proxy.fleet.pairing import Leg, mismatch
 from kvferry.proxy.fleet.registry import Registry
-from kvferry.proxy.fleet.routing.load import Candidates, Listed, Loads, Slots
+from kvferry.proxy.fleet.routing.candidates import (
+    MAX_SIZES,
+    CandidateIndex,
+    Candidates,
+    Listed,
+    Loads,
+    Slots,
+    no_pair,
+)
 from kvferry.proxy.fleet.routing.policy import PolicyName
-from kvferry.proxy.fleet.routing.rotation import MAX_SIZES, CandidateIndex, no_pair
 from kvferry.proxy.fleet.routing.router import Decision, Turns, make_policy
 from kvferry.proxy.fleet.routing.routing_request import Pair, RoutingRequest
 from kvferry.proxy.fleet.snapshot import Node, Snapshot
