@@ -15,7 +15,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 
-from kvferry.proxy.telemetry.fast_metrics import quantile
 from kvferry.proxy.telemetry.metrics import (
     MAX_CHARTED_MODELS,
     PHASE_BUCKETS,
@@ -262,3 +261,21 @@ class History:
     def hour(self) -> Charts:
         """Return the last hour, in `NUM_HOUR_SLICES` slices of `HOUR_SLICE_S` seconds."""
         return self._hour.charts()
+
+
+def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> float | None:
+    """Estimate the duration that `share` (0 … 1) of those counted do not exceed; None if there are none.
+
+    Interpolates linearly within a bucket, as PromQL's `histogram_quantile` does: exact at the bounds. Beyond
+    the last bound it is that bound.
+    """
+    rank = share * sum(counts)
+    if not any(counts):
+        return None
+    lower = 0.0
+    for bound, count in zip(bounds, counts, strict=False):
+        if count and rank <= count:
+            return lower + (bound - lower) * rank / count
+        rank -= count
+        lower = bound
+    return lower

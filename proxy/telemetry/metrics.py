@@ -4,18 +4,23 @@
 Names are vLLM's where they mean the same. Everything that may be counted is shown from the start, what has
 the label `model_name` from the first ping of an agent that serves it: Prometheus cannot see a series grow
 that begins to exist with its first count. Values of labels are short words, of which there are few.
+
+What happens with every token or every phase of a request is counted here without the client library's locks
+and look-ups of labels (`BucketCounts`, `LabelledCounter`), which would cost a request more than its routing.
 """
 
 from __future__ import annotations
 
 import platform
+from bisect import bisect_left
 from collections import Counter as Count
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from itertools import chain, islice, zip_longest
+from itertools import islice, zip_longest
 from operator import add, sub
-from typing import Any, NamedTuple, TypeVar
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import msgspec
 from prometheus_client import (
@@ -26,19 +31,14 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from kvferry.proxy.telemetry.fast_metrics import (
-    BucketCounts,
-    LabelledCounter,
-    LabelledGauge,
-    LabelledHistogram,
-)
 from kvferry.proxy.wire.dialects import FOREIGN_DIALECTS
 
 C = TypeVar("C", bound=Collector)
+Value = str | tuple[str, ...]
 
 CLIENT_LEFT = 499
 """The status of a request whose client left before its end."""
@@ -62,6 +62,118 @@ _REJECTIONS = ("queue_full", "queue_timeout")
 _DROPS = ("delivered", "failed", "overflow")
 _OBJECTIVES = ("ttft", "tpot")
 _VERDICTS = ("proven", "vouched", "unproven", "suspect", "contradicted")
+
+
+class BucketCounts:
+    """How many durations (in seconds) fell into each bucket, and their sum."""
+
+    __slots__ = ("_bounds", "_counts", "_sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, seconds: float) -> None:
+        """Count one."""
+        self._counts[bisect_left(self._bounds, seconds)] += 1
+        self._sum += seconds
+
+    @property
+    def sum(self) -> float:
+        """All of them together."""
+        return self._sum
+
+    def counts(self) -> list[int]:
+        """Return how many fell into each bucket; the last one has no upper bound."""
+        return self._counts.copy()
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Return each bound, and how many do not exceed it; the last bound is infinity."""
+        total = 0
+        made = []
+        for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
+            total += count
+            made.append(("+Inf" if bound == float("inf") else str(bound), float(total)))
+        return made
+
+
+class LabelledHistogram(Collector):
+    """One histogram for each value of a label, which must be few.
+
+    Args:
+        labels: One label, or several; a value is then a tuple.
+    """
+
+    def __init__(
+        self, name: str, documentation: str, labels: str | tuple[str, ...], bounds: Sequence[float]
+    ) -> None:
+        self._name = name
+        self._help = documentation
+        self._labels = (labels,) if isinstance(labels, str) else labels
+        self._bounds = bounds
+        self._by_value: dict[Value, BucketCounts] = {}
+
+    def of(self, value: Value) -> BucketCounts:
+        """Return the histogram of one value."""
+        found = self._by_value.get(value)
+        if found is None:
+            found = self._by_value[value] = BucketCounts(self._bounds)
+        return found
+
+    def counts(self) -> list[int]:
+        """Return how many fell into each bucket, of all values together."""
+        none = [0] * (len(self._bounds) + 1)
+        return list(map(sum, zip(none, *(each.counts() for each in self._by_value.values()), strict=True)))
+
+    def collect(self) -> Iterable[Metric]:
+        family = HistogramMetricFamily(self._name, self._help, labels=self._labels)
+        for value, counts in self._by_value.items():
+            family.add_metric(_label_values(value), counts.buckets(), counts.sum)
+        yield family
+
+
+class LabelledGauge(Collector):
+    """How many there are now of each value of a label, which must be few.
+
+    Args:
+        labels: One label, or several; a value is then a tuple.
+        values: Those that are shown before anything was counted.
+    """
+
+    family: ClassVar[type[GaugeMetricFamily | CounterMetricFamily]] = GaugeMetricFamily
+
+    def __init__(
+        self, name: str, documentation: str, labels: str | tuple[str, ...], values: Iterable[Value] = ()
+    ) -> None:
+        self._name = name
+        self._help = documentation
+        self._labels = (labels,) if isinstance(labels, str) else labels
+        self._counts: dict[Value, int] = dict.fromkeys(values, 0)
+
+    def add(self, value: Value, count: int) -> None:
+        """Count so many more, or fewer."""
+        self._counts[value] = self._counts.get(value, 0) + count
+
+    def counts(self) -> Mapping[Value, int]:
+        """Return the count of each value, also where there are none."""
+        return MappingProxyType(self._counts)
+
+    def collect(self) -> Iterable[Metric]:
+        family = self.family(self._name, self._help, labels=self._labels)
+        for value, count in self._counts.items():
+            family.add_metric(_label_values(value), count)
+        yield family
+
+
+class LabelledCounter(LabelledGauge):
+    """How many there have been of each value of a label, which must be few."""
+
+    family = CounterMetricFamily
+
+
+def _label_values(value: Value) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else value
 
 
 class Totals(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,26 +231,6 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
 
 def _values(totals: Totals) -> Iterator[Any]:
     return (getattr(totals, name) for name in totals.__struct_fields__)
-
-
-class MetricSample(msgspec.Struct, frozen=True, array_like=True):
-    name: str
-    labels: dict[str, str]
-    value: float
-
-
-class MetricFamily(msgspec.Struct, frozen=True, array_like=True):
-    """One metric with all its samples, to be sent to another process. `kind`: Prometheus' type."""
-
-    name: str
-    kind: str
-    help: str
-    samples: list[MetricSample]
-
-    @classmethod
-    def of(cls, metric: Metric) -> MetricFamily:
-        samples = [MetricSample(sample.name, dict(sample.labels), sample.value) for sample in metric.samples]
-        return cls(metric.name, metric.type, metric.documentation, samples)
 
 
 @dataclass(slots=True)
@@ -388,10 +480,6 @@ class Metrics:
         """Show what `collector` collects too, from now on."""
         self._register(collector)
 
-    def families(self) -> list[MetricFamily]:
-        """Return all metrics as they are now."""
-        return list(map(MetricFamily.of, self.registry.collect()))
-
     def serves(self, model: str) -> None:
         """Show the series of a model, which an agent serves, from now on. Idempotent."""
         if model and model not in self._models and len(self._models) < MAX_MODELS:
@@ -401,10 +489,10 @@ class Metrics:
         """Return where requests for a model are counted."""
         return self._models.get(model, self._unserved)
 
-    def ended(self, api: str, status: int, model: str = "") -> None:
-        """Count a request that has ended; `model` is that of its `ModelMetrics`."""
-        self.of_model(model).counts.add(status)
-        self.requests.add((api, model, str(status)), 1)
+    def ended(self, api: str, status: int, of_model: ModelMetrics) -> None:
+        """Count a request for a model that has ended."""
+        of_model.counts.add(status)
+        self.requests.add((api, of_model.model, str(status)), 1)
 
     def totals(self) -> Totals:
         """Return what has been counted up to now."""
@@ -491,55 +579,6 @@ class _EventCollector(Collector):
         )
 
 
-# Of several processes the first start, the lowest limit, and one and the same build.
-_NO_SUMS = ("process_start_time_seconds", "process_max_fds", "_build_info")
-
-
 def _value(counter: Counter) -> int:
     """The sum over all labels."""
     return int(sum(sample.value for family in counter.collect() for sample in family.samples))
-
-
-def sum_families(groups: Iterable[Sequence[MetricFamily]]) -> list[MetricFamily]:
-    """Add up samples of the same name and labels, of several processes.
-
-    Of counters and buckets that is what all have counted, of gauges what all hold. Of what cannot be added it
-    is the least.
-    """
-    first: dict[str, MetricFamily] = {}
-    sums: dict[str, dict[Hashable, MetricSample]] = {}
-    for family in chain.from_iterable(groups):
-        first.setdefault(family.name, family)
-        samples = sums.setdefault(family.name, {})
-        for sample in family.samples:
-            key = (sample.name, tuple(sorted(sample.labels.items())))
-            samples[key] = _sum(samples.get(key), sample)
-    return [
-        MetricFamily(name, family.kind, family.help, list(sums[name].values()))
-        for name, family in first.items()
-    ]
-
-
-def exposition(families: Iterable[MetricFamily]) -> bytes:
-    """Return the families in Prometheus' text format."""
-    return generate_latest(_Families(families))
-
-
-class _Families(Collector):
-    def __init__(self, families: Iterable[MetricFamily]) -> None:
-        self._families = families
-
-    def collect(self) -> Iterable[Metric]:
-        for family in self._families:
-            metric = Metric(family.name, family.help, family.kind)
-            for sample in family.samples:
-                metric.add_sample(sample.name, sample.labels, sample.value)
-            yield metric
-
-
-def _sum(one: MetricSample | None, other: MetricSample) -> MetricSample:
-    if one is None:
-        return other
-    if one.name.endswith(_NO_SUMS):
-        return MetricSample(one.name, one.labels, min(one.value, other.value))
-    return MetricSample(one.name, one.labels, one.value + other.value)

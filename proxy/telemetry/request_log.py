@@ -258,7 +258,7 @@ class RequestLog:
         self._timeline.message = message = message[:MAX_TEXT_CHARS]
         self._timeline.agent_timing = self._agent_timing
         of_model = self._model_metrics
-        self._metrics.ended(self.api, status, of_model.model)
+        self._metrics.ended(self.api, status, of_model)
         of_model.e2e.observe(total)
         later_events = self._events / self._choices - 1
         if self._first_event_at is not None and self._last_event_at is not None and later_events > 0:

@@ -11,9 +11,14 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
+from collections.abc import Hashable, Iterable, Sequence
+from itertools import chain
 from typing import Any, Generic, TypeVar
 
 import msgspec
+from prometheus_client import generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from kvferry.proxy.api.operator.commands import PageName
 from kvferry.proxy.api.operator.pages import Page
@@ -22,7 +27,7 @@ from kvferry.proxy.fleet.circuit_breaker import BreakerState
 from kvferry.proxy.fleet.snapshot import NodeState
 from kvferry.proxy.telemetry.event_log import FleetEvent
 from kvferry.proxy.telemetry.history import FailureCount
-from kvferry.proxy.telemetry.metrics import MetricFamily, Totals
+from kvferry.proxy.telemetry.metrics import Totals
 from kvferry.proxy.wire.registration import Incarnation, Register
 
 _LENGTH = struct.Struct("!I")
@@ -100,6 +105,34 @@ class AgentStatus(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     state: NodeState
     breaker: BreakerState
     in_flight: int
+
+
+class MetricSample(msgspec.Struct, frozen=True, array_like=True):
+    name: str
+    labels: dict[str, str]
+    value: float
+
+
+class MetricFamily(msgspec.Struct, frozen=True, array_like=True):
+    """One metric with all its samples, to be sent to another process. `kind`: Prometheus' type."""
+
+    name: str
+    kind: str
+    help: str
+    samples: list[MetricSample]
+
+    @classmethod
+    def all_of(cls, collector: Collector) -> list[MetricFamily]:
+        """Return the collector's metrics as they are now."""
+        return [
+            cls(
+                metric.name,
+                metric.type,
+                metric.documentation,
+                [MetricSample(each.name, dict(each.labels), each.value) for each in metric.samples],
+            )
+            for metric in collector.collect()
+        ]
 
 
 class Report(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -233,3 +266,52 @@ class ProcessChannel(Generic[Out, In]):
     def close(self) -> None:
         """Close this end. Idempotent."""
         self._writer.close()
+
+
+# Of several processes the first start, the lowest limit, and one and the same build.
+_NO_SUMS = ("process_start_time_seconds", "process_max_fds", "_build_info")
+
+
+def sum_families(groups: Iterable[Sequence[MetricFamily]]) -> list[MetricFamily]:
+    """Add up samples of the same name and labels, of several processes.
+
+    Of counters and buckets that is what all have counted, of gauges what all hold. Of what cannot be added it
+    is the least.
+    """
+    first: dict[str, MetricFamily] = {}
+    sums: dict[str, dict[Hashable, MetricSample]] = {}
+    for family in chain.from_iterable(groups):
+        first.setdefault(family.name, family)
+        samples = sums.setdefault(family.name, {})
+        for sample in family.samples:
+            key = (sample.name, tuple(sorted(sample.labels.items())))
+            samples[key] = _sum(samples.get(key), sample)
+    return [
+        MetricFamily(name, family.kind, family.help, list(sums[name].values()))
+        for name, family in first.items()
+    ]
+
+
+def exposition(families: Iterable[MetricFamily]) -> bytes:
+    """Return the families in Prometheus' text format."""
+    return generate_latest(_Families(families))
+
+
+class _Families(Collector):
+    def __init__(self, families: Iterable[MetricFamily]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        for family in self._families:
+            metric = Metric(family.name, family.help, family.kind)
+            for sample in family.samples:
+                metric.add_sample(sample.name, sample.labels, sample.value)
+            yield metric
+
+
+def _sum(one: MetricSample | None, other: MetricSample) -> MetricSample:
+    if one is None:
+        return other
+    if one.name.endswith(_NO_SUMS):
+        return MetricSample(one.name, one.labels, min(one.value, other.value))
+    return MetricSample(one.name, one.labels, one.value + other.value)

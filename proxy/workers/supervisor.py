@@ -61,11 +61,8 @@ from kvferry.proxy.telemetry.event_log import EventKind, EventLog
 from kvferry.proxy.telemetry.history import SLICE_S, FailureLog, History
 from kvferry.proxy.telemetry.metrics import (
     CONTENT_TYPE,
-    MetricFamily,
     Metrics,
     Totals,
-    exposition,
-    sum_families,
 )
 from kvferry.proxy.telemetry.transfer_totals import TransferTotals
 from kvferry.proxy.wire.registration import PULL_BUCKETS, Bye, Incarnation, Register
@@ -82,6 +79,7 @@ from kvferry.proxy.workers.messages import (
     FoundTimeline,
     Heartbeat,
     Listening,
+    MetricFamily,
     PageRequest,
     PageResponse,
     ProcessChannel,
@@ -93,6 +91,8 @@ from kvferry.proxy.workers.messages import (
     TimelineRequest,
     ToSupervisor,
     ToWorker,
+    exposition,
+    sum_families,
 )
 
 logger = logging.getLogger(__name__)
@@ -279,7 +279,7 @@ class Supervisor:
         view = self._view()
         match name:
             case "metrics":
-                families = [*self._families(), *map(MetricFamily.of, self._fleet_metrics.collect())]
+                families = [*self._families(), *MetricFamily.all_of(self._fleet_metrics)]
                 return Page(body=exposition(families), content_type=CONTENT_TYPE)
             case "dashboard":
                 return await dashboard_page(view, self._activity(), model)
@@ -398,7 +398,11 @@ class Supervisor:
 
     def _families(self) -> list[MetricFamily]:
         return sum_families(
-            [self._ended_families, self._metrics.families(), *(each.families for each in self._reports())]
+            [
+                self._ended_families,
+                MetricFamily.all_of(self._metrics.registry),
+                *(each.families for each in self._reports()),
+            ]
         )
 
     def _totals(self) -> tuple[Totals, dict[str, Totals]]:

@@ -51,6 +51,7 @@ from kvferry.proxy.workers.messages import (
     FoundTimeline,
     Heartbeat,
     Listening,
+    MetricFamily,
     PageRequest,
     PageResponse,
     ProcessChannel,
@@ -206,7 +207,7 @@ class Worker(OperatorApi):
         view = self.view()
         return Report(
             seq=seq,
-            families=self._metrics.families(),
+            families=MetricFamily.all_of(self._metrics.registry),
             totals=self._metrics.totals(),
             models=self._metrics.model_totals(),
             phases=self._metrics.requests_in_flight(),

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.proxy.telemetry.fast_metrics import BucketCounts, quantile
 from kvferry.proxy.telemetry.history import (
     HOUR_SLICE_S,
     MAX_FAILURES,
@@ -22,8 +21,9 @@ from kvferry.proxy.telemetry.history import (
     FailureCount,
     FailureLog,
     History,
+    quantile,
 )
-from kvferry.proxy.telemetry.metrics import Metrics, Totals
+from kvferry.proxy.telemetry.metrics import BucketCounts, Metrics, Totals
 
 NOW = 1000.0
 
