@@ -30,7 +30,7 @@ from kvferry.proxy.telemetry.agent_history import AgentHistories
 from kvferry.proxy.telemetry.collectors import FleetCollector
 from kvferry.proxy.telemetry.history import FailureLog, History
 from kvferry.proxy.telemetry.metrics import Metrics
-from kvferry.proxy.telemetry.timelines import Timelines
+from kvferry.proxy.telemetry.request_log import Timelines
 from kvferry.proxy.telemetry.transfer_totals import TransferTotals
 from kvferry.proxy.wire.registration import Incarnation, Load, Register
 

@@ -49,9 +49,8 @@ from kvferry.proxy.request import (
 )
 from kvferry.proxy.telemetry.history import FailureLog
 from kvferry.proxy.telemetry.metrics import CLIENT_LEFT, Metrics
-from kvferry.proxy.telemetry.request_log import Phase, RequestLog
+from kvferry.proxy.telemetry.request_log import Phase, RequestLog, Timelines
 from kvferry.proxy.telemetry.request_trace import RequestTrace
-from kvferry.proxy.telemetry.timelines import Timelines
 
 if TYPE_CHECKING:
     from kvferry.common.telemetry.spans import Tracing

@@ -51,6 +51,7 @@ from kvferry.proxy.errors import (
 )
 from kvferry.proxy.exchange.kv_lifetime import ExpiryCounts, KvDrops, KvEndpointCache, LeaseCheck, Verdict
 from kvferry.proxy.exchange.legs import (
+    AGENT_FAILURES,
     Legs,
     ReservedPair,
     ResponseSink,
@@ -59,7 +60,6 @@ from kvferry.proxy.exchange.legs import (
     require_json,
     require_stream,
 )
-from kvferry.proxy.exchange.poison import AGENT_FAILURES
 from kvferry.proxy.exchange.relay import OpeningEvent, RelayedResponse
 from kvferry.proxy.exchange.rewrite import EventRewriter, RewrittenResponse
 from kvferry.proxy.exchange.sub_requests import (

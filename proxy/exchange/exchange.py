@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Literal
 
 from kvferry.common.exceptions import release_locals
@@ -157,10 +157,12 @@ class Exchange:
             log, context.retry_budget, attempts.metrics, settings.retries, settings.migrations
         )
         self._deadline = now() + settings.total_timeout_s
+        self._poison_check = cache(partial(PoisonCheck, context.fleet.registry, log, attempts.metrics))
+        """Makes it with the first failure."""
         legs = Legs(
             attempts.upstream,
             context.fleet.registry.leg_succeeded,
-            partial(PoisonCheck, context.fleet.registry, log, attempts.metrics),
+            self._poison_check,
             first_byte_timeout_s=settings.first_byte_timeout_s,
             deadline=self._deadline,
             can_retry=self._retries.has_more,
@@ -245,7 +247,7 @@ class Exchange:
         """
         release_locals(lost)
         self._log.add_loss(lost.message)
-        poison = self._state.legs.poison_check
+        poison = self._poison_check()
         poison.attempt_ended()
         begun = self._state.begun
         if begun and self._request.undivided:

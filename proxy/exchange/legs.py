@@ -26,7 +26,6 @@ from kvferry.proxy.errors import (
     ProxyError,
     shorten,
 )
-from kvferry.proxy.exchange.poison import AGENT_FAILURES, PoisonCheck
 from kvferry.proxy.fleet.routing.routing_request import Pair
 from kvferry.proxy.http.pool import UpstreamPool, UpstreamRequest, now
 from kvferry.proxy.telemetry.request_trace import CANCELLED, RequestTrace
@@ -37,8 +36,19 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+AgentFailure = AgentLost | AgentTimeout | BadResponse
+AGENT_FAILURES = (AgentLost, AgentTimeout, BadResponse)
+"""What counts as its agent's failure when a leg ends with it."""
 NO_FAULTS = (KvUnproven, AgentBusy, BusyResponse)
 """Failures that say nothing about the agent's health."""
+
+
+class LegFailures(Protocol):
+    """What takes the legs that end otherwise than they should, unless their agents rejected them."""
+
+    def leg_failed(self, agent: Incarnation, error: AgentFailure, /) -> None: ...
+    def leg_cancelled(self, agent: Incarnation, /) -> None:
+        """The leg was ended here, while its agent may have been at work on it."""
 
 
 class PausableSource(Protocol):
@@ -72,7 +82,7 @@ class Legs:
 
     Args:
         leg_succeeded: Called with the agent of each leg that ends as it should.
-        new_poison_check: Makes what takes the others.
+        failures: Returns what takes the others; called with the first.
         deadline: The request's, on the event loop's clock.
         can_retry: Whether the request may be retried now: then the leg of a hanging agent is aborted
             (`proxy.http.hang_detector`).
@@ -83,7 +93,7 @@ class Legs:
         self,
         upstream: UpstreamPool,
         leg_succeeded: Callable[[Incarnation], None],
-        new_poison_check: Callable[[], PoisonCheck],
+        failures: Callable[[], LegFailures],
         *,
         first_byte_timeout_s: float,
         deadline: float,
@@ -94,17 +104,9 @@ class Legs:
         self.deadline = deadline
         self._trace = trace
         self._leg_succeeded = leg_succeeded
-        self._new_poison_check = new_poison_check
-        self._poison_check: PoisonCheck | None = None
+        self._failures = failures
         self._first_byte_timeout_s = first_byte_timeout_s
         self._can_retry = can_retry
-
-    @property
-    def poison_check(self) -> PoisonCheck:
-        """What watches the request from the first failure on."""
-        if self._poison_check is None:
-            self._poison_check = self._new_poison_check()
-        return self._poison_check
 
     def open_prefill(self, server: Register, leg: LegRequest) -> UpstreamRequest:
         """Open a prefill leg. Its body is short and comes at once: the last byte is due as the first is."""
@@ -165,9 +167,9 @@ class Legs:
         if error is None:
             self._leg_succeeded(server.incarnation)
         elif isinstance(error, AGENT_FAILURES) and not isinstance(error, NO_FAULTS):
-            self.poison_check.leg_failed(server.incarnation, error)
+            self._failures().leg_failed(server.incarnation, error)
         elif isinstance(error, asyncio.CancelledError):
-            self.poison_check.leg_cancelled(server.incarnation)
+            self._failures().leg_cancelled(server.incarnation)
 
 
 def _end_span(trace: RequestTrace, span: Span, error: BaseException | None) -> None:

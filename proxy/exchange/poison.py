@@ -8,7 +8,8 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from kvferry.proxy.errors import AgentLost, AgentTimeout, BadResponse, SuspectRequest
+from kvferry.proxy.errors import AgentLost, AgentTimeout, SuspectRequest
+from kvferry.proxy.exchange.legs import AgentFailure
 from kvferry.proxy.fleet.registry import Place, Registry
 from kvferry.proxy.http.pool import now
 from kvferry.proxy.telemetry.metrics import Metrics
@@ -17,9 +18,6 @@ from kvferry.proxy.wire.registration import NODE_EXPIRY_S, Incarnation
 
 logger = logging.getLogger(__name__)
 
-AgentFailure = AgentLost | AgentTimeout | BadResponse
-AGENT_FAILURES = (AgentLost, AgentTimeout, BadResponse)
-"""What counts as its agent's failure when a leg ends with it."""
 MAX_CRASHED_AGENTS = 2
 """Agents that one request may crash, and whose circuit breakers may count its failures."""
 VERDICT_S = NODE_EXPIRY_S
@@ -85,7 +83,7 @@ class PoisonCheck:
         self._crashed: dict[Incarnation, Loss] = {}
 
     def leg_failed(self, agent: Incarnation, error: AgentFailure) -> None:
-        """A leg has failed: maybe its agent."""
+        """See `LegFailures`."""
         if isinstance(error, AgentLost) and error.may_be_caused and not self._agents.is_leaving(agent):
             losses = self._crashed if error.unresponsive else self._lost
             losses[agent] = self._loss(agent)
@@ -100,7 +98,7 @@ class PoisonCheck:
         self._agents.leg_failed(agent)
 
     def leg_cancelled(self, agent: Incarnation) -> None:
-        """A leg was ended here, while its agent may have been at work on it."""
+        """See `LegFailures`."""
         if not self._agents.is_leaving(agent):
             self._cancelled[agent] = self._loss(agent)
 

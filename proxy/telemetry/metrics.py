@@ -489,10 +489,10 @@ class Metrics:
         """Return where requests for a model are counted."""
         return self._models.get(model, self._unserved)
 
-    def ended(self, api: str, status: int, of_model: ModelMetrics) -> None:
-        """Count a request for a model that has ended."""
-        of_model.counts.add(status)
-        self.requests.add((api, of_model.model, str(status)), 1)
+    def ended(self, api: str, status: int, model: str = "") -> None:
+        """Count a request that has ended; `model` is that of its `ModelMetrics`."""
+        self.of_model(model).counts.add(status)
+        self.requests.add((api, model, str(status)), 1)
 
     def totals(self) -> Totals:
         """Return what has been counted up to now."""

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The life of one request: its phases, its times, and the one line that is logged when it ends."""
+"""The life of one request: its phases, its times, the one line that is logged when it ends, and, for the
+operator's page, where the latest requests went. In bounded memory; costs nothing per token.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,11 @@ import enum
 import logging
 import re
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any
 
 from kvferry.common.state_machine import transition
 from kvferry.common.telemetry.logs import Facts
@@ -18,7 +24,6 @@ from kvferry.proxy.request import ClientRequest, ReportedUsage
 from kvferry.proxy.telemetry.history import Failure, FailureLog
 from kvferry.proxy.telemetry.metrics import CLIENT_LEFT, Metrics
 from kvferry.proxy.telemetry.request_trace import RequestTrace
-from kvferry.proxy.telemetry.timelines import MAX_TEXT_CHARS, Timelines
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +31,11 @@ MAX_AGENT_TIMINGS = 16
 """Of one agent's `Server-Timing` that are passed on."""
 _AGENT_TIMING = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,31};dur=[0-9]{1,9}(\.[0-9]{1,6})?")
 MAX_MODEL_CHARS = 100
+MAX_REQUESTS = 1000
+MAX_STEPS = 128
+"""Most steps that are remembered of one request."""
+MAX_TEXT_CHARS = 300
+ROUTED, _LOST = "routed", "lost"
 MAX_PROMPT_CHARS = 4096
 
 
@@ -64,6 +74,94 @@ _SENT = frozenset({Phase.PREFILL, Phase.DECODE_WAIT})
 """A phase begins with a leg that is sent to an agent."""
 
 
+@dataclass(slots=True, eq=False)
+class Timeline:
+    """One request on its way. Times are monotonic seconds."""
+
+    request_id: str
+    endpoint: str
+    arrived_at: float
+    steps: list[tuple[float, str, tuple[str, ...]]] = field(default_factory=list)
+    """When each phase began, an attempt was routed, or was lost, with details."""
+    model: str = ""
+    agent_timing: Sequence[str] = ()
+    first_text_at: float | None = None
+    status: int | None = None
+    """None while it is under way."""
+    code: str | None = None
+    message: str = ""
+
+    def add(self, at: float, what: str, *details: str) -> None:
+        """Record that a phase has begun, or an attempt was routed."""
+        if len(self.steps) < MAX_STEPS:
+            self.steps.append((at, what, details))
+
+    def add_loss(self, at: float, why: str) -> None:
+        """Record that an attempt has failed that another one may follow."""
+        self.add(at, _LOST, why[:MAX_TEXT_CHARS])
+
+    def page(self) -> dict[str, Any]:
+        """Return what the operator's page shows, in seconds since the request's arrival."""
+        now, ended = time.monotonic(), self.status is not None
+        phases = [(phase, self._since(at)) for at, phase, _ in self.steps if phase not in (ROUTED, _LOST)]
+        ends = [at for _, at in phases[1:]]
+        return {
+            "request_id": self.request_id,
+            "endpoint": self.endpoint,
+            "model": self.model,
+            "arrived": time.time() - (now - self.arrived_at),
+            "status": self.status,
+            "code": self.code,
+            "message": self.message,
+            "first_text_s": None if self.first_text_at is None else self._since(self.first_text_at),
+            "total_s": phases[-1][1] if ended and phases else self._since(now),
+            "phases": [
+                {"phase": phase, "start_s": at, "end_s": end}
+                for (phase, at), end in zip_longest(phases, ends)
+                if phase != "ended"
+            ],
+            "attempts": [
+                {
+                    "at_s": self._since(at),
+                    "prefill": details[0],
+                    "decode": details[1],
+                    "transfer_id": details[2],
+                }
+                for at, what, details in self.steps
+                if what == ROUTED
+            ],
+            "losses": [
+                {"at_s": self._since(at), "reason": details[0]}
+                for at, what, details in self.steps
+                if what == _LOST
+            ],
+            "agent_timing": list(self.agent_timing),
+        }
+
+    def _since(self, at: float) -> float:
+        return round(at - self.arrived_at, 6)
+
+
+class Timelines:
+    """The latest `MAX_REQUESTS` requests. Of several with one id, the last."""
+
+    def __init__(self) -> None:
+        self._by_id: OrderedDict[str, Timeline] = OrderedDict()
+
+    def begin(self, request_id: str, endpoint: str, arrived_at: float) -> Timeline:
+        """Record a request that has arrived."""
+        timeline = Timeline(request_id, endpoint, arrived_at)
+        self._by_id.pop(request_id, None)
+        self._by_id[request_id] = timeline
+        if len(self._by_id) > MAX_REQUESTS:
+            self._by_id.popitem(last=False)
+        return timeline
+
+    def find(self, request_id: str) -> Timeline | None:
+        """Return a request that is remembered."""
+        return self._by_id.get(request_id)
+
+
 class RequestLog:
     """The phases, times and facts of one request. Every request ends exactly once, by `end`.
 
@@ -89,7 +187,7 @@ class RequestLog:
         self._metrics = metrics
         self._failures = failures
         self._timeline = timelines.begin(request_id, api, self.arrived_at)
-        self._timeline.enter(self.phase, self.arrived_at)
+        self._timeline.add(self.arrived_at, self.phase)
         self._phase_since = self.arrived_at
         self._seconds: dict[Phase, float] = {}
         self._facts: dict[str, object] = {}
@@ -115,7 +213,7 @@ class RequestLog:
         self.phase = transition(self.request_id, PHASE_TRANSITIONS, before, phase)
         spent = now - self._phase_since
         self._phase_since = now
-        self._timeline.enter(phase, now)
+        self._timeline.add(now, phase)
         if self._agents is not None and phase in _SENT:
             self._agent = self._agents[phase is not Phase.PREFILL]
         self._seconds[before] = self._seconds.get(before, 0.0) + spent
@@ -169,7 +267,7 @@ class RequestLog:
         decode = second.address if second.dp_rank is None else second.location
         self._agents = prefill, decode
         self._facts |= {"prefill": prefill, "decode": decode}
-        self._timeline.add_attempt(time.monotonic(), prefill, decode, "" if pair.alone else transfer_id)
+        self._timeline.add(time.monotonic(), ROUTED, prefill, decode, "" if pair.alone else transfer_id)
         if not pair.alone:
             self._transfer_ids.append(transfer_id)
         if self.trace is not None:
@@ -258,7 +356,7 @@ class RequestLog:
         self._timeline.message = message = message[:MAX_TEXT_CHARS]
         self._timeline.agent_timing = self._agent_timing
         of_model = self._model_metrics
-        self._metrics.ended(self.api, status, of_model)
+        self._metrics.ended(self.api, status, of_model.model)
         of_model.e2e.observe(total)
         later_events = self._events / self._choices - 1
         if self._first_event_at is not None and self._last_event_at is not None and later_events > 0:

@@ -35,7 +35,7 @@ from kvferry.proxy.telemetry.collectors import AgentCollector, ScalingCollector
 from kvferry.proxy.telemetry.event_log import SEEN_BY_WORKERS
 from kvferry.proxy.telemetry.history import FailureLog, History
 from kvferry.proxy.telemetry.metrics import Metrics
-from kvferry.proxy.telemetry.timelines import Timelines
+from kvferry.proxy.telemetry.request_log import Timelines
 from kvferry.proxy.telemetry.transfer_totals import TransferTotals
 from kvferry.proxy.wire.registration import Incarnation
 from kvferry.proxy.workers.messages import (

@@ -22,7 +22,7 @@ from kvferry.proxy.api.dashboard import FOLDER
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.fleet.registry import Registry
 from kvferry.proxy.server import running_proxy
-from kvferry.proxy.telemetry.timelines import MAX_TEXT_CHARS
+from kvferry.proxy.telemetry.request_log import MAX_TEXT_CHARS
 from kvferry.proxy.wire.registration import Incarnation, LinkUse, WorkReport
 from tests.helpers.waiting import until
 from tests.standins.agents import Fault, Leg, StandInAgent

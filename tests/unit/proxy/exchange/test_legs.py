@@ -13,8 +13,7 @@ import pytest
 
 from kvferry.proxy.dialects.base import LegRequest
 from kvferry.proxy.errors import AgentLost, AgentRejected, AgentTimeout, BadResponse
-from kvferry.proxy.exchange.legs import Legs, read_events, require_json, require_stream
-from kvferry.proxy.exchange.poison import AGENT_FAILURES
+from kvferry.proxy.exchange.legs import AGENT_FAILURES, Legs, read_events, require_json, require_stream
 from kvferry.proxy.exchange.sub_requests import join
 from kvferry.proxy.wire.registration import Incarnation, Register
 from tests.unit.proxy.builders import registration

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from kvferry.proxy.telemetry.timelines import MAX_REQUESTS, MAX_STEPS, MAX_TEXT_CHARS, Timelines
+from kvferry.proxy.telemetry.request_log import MAX_REQUESTS, MAX_STEPS, MAX_TEXT_CHARS, ROUTED, Timelines
 
 
 def test_the_latest_requests_are_remembered_and_of_one_id_the_last() -> None:
@@ -19,11 +19,11 @@ def test_the_latest_requests_are_remembered_and_of_one_id_the_last() -> None:
 
 def test_a_page_shows_phases_attempts_and_losses_from_the_arrival_on() -> None:
     timeline = Timelines().begin("r", "completions", 100.0)
-    timeline.enter("route", 100.0)
-    timeline.add_attempt(100.5, "http://p", "http://d", "t")
-    timeline.enter("prefill", 100.5)
+    timeline.add(100.0, "route")
+    timeline.add(100.5, ROUTED, "http://p", "http://d", "t")
+    timeline.add(100.5, "prefill")
     timeline.add_loss(101.0, "x" * 1000)
-    timeline.enter("ended", 102.0)
+    timeline.add(102.0, "ended")
     assert timeline.page()["total_s"] > 0.0, "under way until it has a status"
     timeline.status = 502
     page = timeline.page()
@@ -41,8 +41,8 @@ def test_a_page_shows_phases_attempts_and_losses_from_the_arrival_on() -> None:
 def test_a_request_that_is_retried_without_end_is_bounded() -> None:
     timeline = Timelines().begin("r", "completions", 0.0)
     for number in range(10 * MAX_STEPS):
-        timeline.enter("route", float(number))
-        timeline.add_attempt(float(number), "p", "d", "t")
+        timeline.add(float(number), "route")
+        timeline.add(float(number), ROUTED, "p", "d", "t")
         timeline.add_loss(float(number), "lost")
     page = timeline.page()
     assert sum(len(page[name]) for name in ("phases", "attempts", "losses")) == MAX_STEPS

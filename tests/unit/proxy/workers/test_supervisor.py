@@ -24,7 +24,7 @@ from kvferry.proxy.fleet.routing.routing_request import NoPair, RoutingRequest
 from kvferry.proxy.fleet.snapshot import NodeState
 from kvferry.proxy.telemetry.history import Failure, FailureLog
 from kvferry.proxy.telemetry.metrics import Metrics
-from kvferry.proxy.telemetry.timelines import Timelines
+from kvferry.proxy.telemetry.request_log import Timelines
 from kvferry.proxy.wire.registration import Incarnation
 from kvferry.proxy.workers import supervisor as supervisor_module
 from kvferry.proxy.workers import worker as worker_module
@@ -164,7 +164,7 @@ async def test_a_new_worker_knows_the_fleet_at_once_and_then_what_changes(office
 
 async def test_where_a_request_went_is_found_whichever_worker_has_served_it(office: Office) -> None:
     one, other = await office.process(), await office.process()
-    other.worker._timelines.begin("r", "completions", 0.0).enter("route", 0.0)
+    other.worker._timelines.begin("r", "completions", 0.0).add(0.0, "route")
     for process in (one, other):
         page = await process.worker.timeline("r")
         assert (page.status, msgspec.json.decode(page.body)["request_id"]) == (200, "r")
