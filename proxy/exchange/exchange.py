@@ -42,7 +42,8 @@ from kvferry.proxy.exchange.legs import Legs, ResponseSink
 from kvferry.proxy.exchange.poison import PoisonCheck
 from kvferry.proxy.fleet.admission import Reservation
 from kvferry.proxy.fleet.fleet import AcquireRequest, Fleet
-from kvferry.proxy.fleet.routing.routing_request import NO_AGENTS, NoPair, Pair, routing_request
+from kvferry.proxy.fleet.routing.routing_request import NO_AGENTS, Pair, routing_request
+from kvferry.proxy.fleet.snapshot import NoPair
 from kvferry.proxy.http.pool import now
 from kvferry.proxy.ids import Identity
 from kvferry.proxy.request import ClientRequest, check_context

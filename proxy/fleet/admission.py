@@ -18,7 +18,8 @@ from dataclasses import dataclass
 
 from kvferry.proxy.errors import Overloaded
 from kvferry.proxy.fleet.routing.candidates import Slots
-from kvferry.proxy.fleet.routing.routing_request import NoPair, Pair, RoutingRequest
+from kvferry.proxy.fleet.routing.routing_request import Pair, RoutingRequest
+from kvferry.proxy.fleet.snapshot import NoPair
 from kvferry.proxy.telemetry.metrics import Metrics, ModelMetrics
 from kvferry.proxy.wire.registration import Incarnation
 

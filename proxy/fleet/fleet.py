@@ -24,9 +24,9 @@ from kvferry.proxy.fleet.registry import Registry
 from kvferry.proxy.fleet.routing.candidates import Loads, Slots, not_served
 from kvferry.proxy.fleet.routing.policy import PolicyName
 from kvferry.proxy.fleet.routing.router import Decision, Router, Turns, make_policy
-from kvferry.proxy.fleet.routing.routing_request import NO_AGENTS, NoPair, Pair, RoutingRequest
+from kvferry.proxy.fleet.routing.routing_request import NO_AGENTS, Pair, RoutingRequest
 from kvferry.proxy.fleet.scaling import AgentLoad, ScalingSignals, Signals
-from kvferry.proxy.fleet.snapshot import Snapshot, alike
+from kvferry.proxy.fleet.snapshot import NoPair, Snapshot, alike
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.wire.registration import Bye, Incarnation, Register
 

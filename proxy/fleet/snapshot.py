@@ -38,6 +38,18 @@ class NodeState(enum.StrEnum):
     loop has not run."""
 
 
+class NoPair(enum.StrEnum):
+    """Why there is no pair for the request; the words are shown to clients."""
+
+    UNKNOWN_MODEL = "no agent serves this model"
+    NO_AGENT = "no agent has announced itself"
+    NO_PREFILL = "no prefill agent is ready for this model"
+    NO_DECODE = "no decode agent is ready for this model"
+    INCOMPATIBLE = "no prefill agent fits a decode agent of this model"
+    FULL = "all agents of this model are busy"
+    """The only one worth waiting for. An agent on trial after failures is busy with its probe."""
+
+
 @dataclass(frozen=True, slots=True)
 class Node:
     """One agent at one moment.

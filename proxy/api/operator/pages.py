@@ -18,10 +18,10 @@ import msgspec
 
 from kvferry.proxy.errors import CannotDrain, NotFound
 from kvferry.proxy.fleet.address_rules import RejectedAgent
-from kvferry.proxy.fleet.routing.routing_request import NoPair
 from kvferry.proxy.fleet.snapshot import (
     MAX_PAIRINGS,
     NodeState,
+    NoPair,
     Snapshot,
     UnpairedReasons,
     count_incompatible,

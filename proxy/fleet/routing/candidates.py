@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from kvferry.proxy.fleet.pairing import Leg, Matching, Pairing
-from kvferry.proxy.fleet.routing.routing_request import NoPair
-from kvferry.proxy.fleet.snapshot import Node, NodeState, Snapshot
+from kvferry.proxy.fleet.snapshot import Node, NodeState, NoPair, Snapshot
 from kvferry.proxy.wire.dialects import serves_alone
 from kvferry.proxy.wire.registration import Incarnation
 

@@ -30,8 +30,8 @@ from kvferry.proxy.fleet.routing.policy import (
     RoundRobin,
     Session,
 )
-from kvferry.proxy.fleet.routing.routing_request import NO_AGENTS, NoPair, Pair, RoutingRequest
-from kvferry.proxy.fleet.snapshot import Node, NodeState, Snapshot
+from kvferry.proxy.fleet.routing.routing_request import NO_AGENTS, Pair, RoutingRequest
+from kvferry.proxy.fleet.snapshot import Node, NodeState, NoPair, Snapshot
 from kvferry.proxy.wire.registration import Incarnation
 
 

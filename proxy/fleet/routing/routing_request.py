@@ -5,7 +5,6 @@ estimates.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
@@ -149,15 +148,3 @@ class Pair(msgspec.Struct, frozen=True):
     def nodes(self) -> tuple[Node, ...]:
         """The agents of the pair, each once."""
         return (self.prefill,) if self.alone else (self.prefill, self.decode)
-
-
-class NoPair(enum.StrEnum):
-    """Why there is no pair for the request; the words are shown to clients."""
-
-    UNKNOWN_MODEL = "no agent serves this model"
-    NO_AGENT = "no agent has announced itself"
-    NO_PREFILL = "no prefill agent is ready for this model"
-    NO_DECODE = "no decode agent is ready for this model"
-    INCOMPATIBLE = "no prefill agent fits a decode agent of this model"
-    FULL = "all agents of this model are busy"
-    """The only one worth waiting for. An agent on trial after failures is busy with its probe."""

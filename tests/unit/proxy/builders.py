@@ -7,8 +7,8 @@ from typing import Any
 
 from kvferry.proxy.fleet.registry import Registry
 from kvferry.proxy.fleet.routing.router import Decision, Router, Turns
-from kvferry.proxy.fleet.routing.routing_request import NO_AGENTS, NoPair, Pair, RoutingRequest
-from kvferry.proxy.fleet.snapshot import Node, NodeState, Snapshot
+from kvferry.proxy.fleet.routing.routing_request import NO_AGENTS, Pair, RoutingRequest
+from kvferry.proxy.fleet.snapshot import Node, NodeState, NoPair, Snapshot
 from kvferry.proxy.wire.registration import Incarnation, Load, Register, Role
 
 

@@ -14,8 +14,8 @@ from kvferry.proxy.errors import Overloaded
 from kvferry.proxy.fleet.admission import MAX_RETRY_AFTER_S, Admission, Reservation
 from kvferry.proxy.fleet.routing.candidates import Loads, Slots
 from kvferry.proxy.fleet.routing.router import make_policy
-from kvferry.proxy.fleet.routing.routing_request import NoPair, Pair, RoutingRequest
-from kvferry.proxy.fleet.snapshot import Snapshot
+from kvferry.proxy.fleet.routing.routing_request import Pair, RoutingRequest
+from kvferry.proxy.fleet.snapshot import NoPair, Snapshot
 from kvferry.proxy.telemetry.metrics import Metrics
 from tests.unit.proxy.builders import AppliedRouter, load, registration, snapshot
 

@@ -21,10 +21,11 @@ from kvferry.proxy.fleet.pairing import Kind, Matching, Mismatch, difference, mi
 from kvferry.proxy.fleet.registry import STALL_S, SnapshotCache
 from kvferry.proxy.fleet.routing.candidates import Loads, Slots, no_pair
 from kvferry.proxy.fleet.routing.router import Decision, make_policy
-from kvferry.proxy.fleet.routing.routing_request import NoPair, Pair, RoutingRequest
+from kvferry.proxy.fleet.routing.routing_request import Pair, RoutingRequest
 from kvferry.proxy.fleet.snapshot import (
     Node,
     NodeState,
+    NoPair,
     Snapshot,
     UnpairedReasons,
     alike,

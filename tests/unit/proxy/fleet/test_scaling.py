@@ -14,7 +14,7 @@ import pytest
 from kvferry.proxy.errors import Overloaded
 from kvferry.proxy.fleet.admission import Reservation
 from kvferry.proxy.fleet.fleet import AcquireRequest, Fleet, FleetSettings
-from kvferry.proxy.fleet.routing.routing_request import NoPair, RoutingRequest
+from kvferry.proxy.fleet.routing.routing_request import RoutingRequest
 from kvferry.proxy.fleet.scaling import (
     GONE_S,
     LEAST_AGE_S,
@@ -28,6 +28,7 @@ from kvferry.proxy.fleet.scaling import (
     decode_agents_per_sequence,
     signals_of,
 )
+from kvferry.proxy.fleet.snapshot import NoPair
 from kvferry.proxy.telemetry.collectors import ScalingCollector
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.wire.registration import Bye, Capacity, Incarnation, Register, Role

@@ -20,8 +20,8 @@ from kvferry.proxy.errors import ProxyError
 from kvferry.proxy.fleet.admission import Reservation
 from kvferry.proxy.fleet.fleet import AcquireRequest, Fleet, FleetSettings
 from kvferry.proxy.fleet.registry import Registry
-from kvferry.proxy.fleet.routing.routing_request import NoPair, RoutingRequest
-from kvferry.proxy.fleet.snapshot import NodeState
+from kvferry.proxy.fleet.routing.routing_request import RoutingRequest
+from kvferry.proxy.fleet.snapshot import NodeState, NoPair
 from kvferry.proxy.telemetry.history import Failure, FailureLog
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.telemetry.request_log import Timelines

@@ -18,8 +18,8 @@ from kvferry.proxy.fleet.pairing import mismatch
 from kvferry.proxy.fleet.routing.candidates import Loads, Slots, no_pair
 from kvferry.proxy.fleet.routing.policy import PolicyName
 from kvferry.proxy.fleet.routing.router import make_policy
-from kvferry.proxy.fleet.routing.routing_request import NoPair, Pair, RoutingRequest
-from kvferry.proxy.fleet.snapshot import NodeState, Snapshot
+from kvferry.proxy.fleet.routing.routing_request import Pair, RoutingRequest
+from kvferry.proxy.fleet.snapshot import NodeState, NoPair, Snapshot
 from kvferry.proxy.wire.dialects import DIALECTS
 from kvferry.proxy.wire.registration import Incarnation
 from tests.unit.proxy.builders import AppliedRouter, load, registration, snapshot
