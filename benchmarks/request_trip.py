@@ -47,6 +47,8 @@ class Trip:
     calls: Counter[CodeType] = field(default_factory=Counter)
     moves: int = 0
     """Calls from one of our files into another, whatever lies between."""
+    within: str = ""
+    """Where not empty, only what a function of this file calls counts, and these functions."""
     _ours: dict[CodeType, bool] = field(default_factory=dict)
 
     @property
@@ -82,7 +84,7 @@ class Trip:
 
     def _note(self, frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code
-        if event != "call" or not self._is_ours(code):
+        if event != "call" or not self._is_ours(code) or not self._is_within(frame):
             return
         self.calls[code] += 1
         caller = frame.f_back
@@ -90,6 +92,11 @@ class Trip:
             caller = caller.f_back
         if caller is not None and caller.f_code.co_filename != code.co_filename:
             self.moves += 1
+
+    def _is_within(self, frame: FrameType | None) -> bool:
+        while frame is not None and not frame.f_code.co_filename.endswith(self.within):
+            frame = frame.f_back
+        return frame is not None
 
     def _is_ours(self, code: CodeType) -> bool:
         known = self._ours.get(code)
@@ -175,10 +182,10 @@ async def ping_trip(proxy: RunningProxy) -> Trip:
     """A ping of an agent that is known, from the socket to the registry and its ack."""
     trips = []
     for _ in range(ROUNDS // 2):
-        trip = Trip()
+        trip = Trip(within="proxy/discovery/ping_listener.py")
         with trip.recording():
             await asyncio.sleep(0.26)  # half of the interval of two agents: one ping, or two
-        if any(code.co_filename.endswith("ping_listener.py") for code in trip.calls):
+        if trip.calls:
             trips.append(trip)
     return Trip.common(trips)
 

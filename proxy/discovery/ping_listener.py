@@ -143,7 +143,7 @@ class PingListener:
             # Other engines cannot hold the key, so a secure socket accepts none of their maps.
             foreign = None if "v" in body or self._authenticator is not None else _foreign(body)
             message = foreign or wire.agent_message(body)
-            if isinstance(message, wire.Register):
+            if isinstance(message, wire.Register) and not self._registry.advertises(message):
                 _check_addresses(message)
             if foreign is not None and self._registry.reject_reason(foreign) is None:
                 # Only an address that may be dialled is probed.

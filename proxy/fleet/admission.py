@@ -78,11 +78,8 @@ class Admission:
         self._metrics = metrics
         self._max_waiting = max_waiting
         self._queues: dict[str, deque[_Waiter]] = {}
-
-    @property
-    def waiting(self) -> int:
-        """Requests in the queue."""
-        return sum(len(queue) for queue in self._queues.values())
+        self.waiting = 0
+        """Requests in the queue; to be read only."""
 
     def waiting_for(self, model: str) -> list[RoutingRequest]:
         """Return the requests in the queue of one model, the first in front."""
@@ -148,8 +145,9 @@ class Admission:
                 head.granted.set_result(granted)
 
     def check_integrity(self) -> None:
-        """Raise `AssertionError` if an empty queue is left."""
+        """Raise `AssertionError` if an empty queue is left, or the count of those that wait is wrong."""
         assert all(self._queues.values()), "an empty queue is left"
+        assert self.waiting == sum(map(len, self._queues.values())), "not all that wait are counted"
 
     async def _granted(self, waiter: _Waiter) -> Reservation | NoPair:
         try:
@@ -179,6 +177,7 @@ class Admission:
             queue.appendleft(waiter)
         else:
             queue.append(waiter)
+        self.waiting += 1
         self._metrics.queue_length.add(waiter.metrics.model, 1)
 
     def _leave(self, waiter: _Waiter) -> None:
@@ -186,6 +185,7 @@ class Admission:
         queue.remove(waiter)
         if not queue:
             del self._queues[waiter.request.model]
+        self.waiting -= 1
         self._metrics.queue_length.add(waiter.metrics.model, -1)
 
     def _overloaded(self, reason: str, message: str) -> Overloaded:

@@ -111,10 +111,9 @@ class Fleet:
             decode_only_fallback=settings.decode_only_fallback,
         )
         self.registry.subscribe(partial(note_model, metrics))
-        self.registry.subscribe(lambda _: self._pump_if_changed())
-        self.registry.subscribe(lambda _: self._announced.set())
         self._scaling = ScalingSignals(clock, settings.decode_limit)
         self.registry.subscribe(self._scaling.note)
+        self.registry.subscribe(self._agent_changed)
         self._pumped_at = -1
         self._turns = Turns()
         self.router = _router(settings, self.slots)
@@ -195,14 +194,14 @@ class Fleet:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._announced.wait(), left)
 
-    def _pump_if_changed(self) -> None:
-        """Admit waiting requests after a ping, unless it and time have changed nothing since the last one."""
-        if not self.admission.waiting:
-            return
-        revision = self.registry.revision()
-        if revision != self._pumped_at:
-            self._pumped_at = revision
-            self.admission.pump()
+    def _agent_changed(self, _: Register | Bye) -> None:
+        """Admit what waits, if an agent has changed in anything that routing goes by."""
+        self._announced.set()
+        if self.admission.waiting:
+            revision = self.registry.revision()
+            if revision != self._pumped_at:
+                self._pumped_at = revision
+                self.admission.pump()
 
     def _route(self, request: AcquireRequest) -> Pair | NoPair:
         snapshot = self.registry.snapshot()
@@ -226,7 +225,7 @@ class Fleet:
 
 def note_model(metrics: Metrics, update: Register | Bye) -> None:
     """Show the series of a model from the first ping on of an agent that serves it."""
-    if isinstance(update, Register):
+    if isinstance(update, Register) and update.model not in metrics.models:
         metrics.serves(update.model)
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import Literal, NamedTuple
 
 from kvferry.proxy.wire.dialects import DIALECTS, NATIVE_DIALECT, serves_alone
@@ -117,21 +118,20 @@ def _mismatch(prefill: Register, decode: Register, difference_: Mismatch | None)
     return difference_
 
 
-def pairing_terms(info: Register) -> tuple[object, ...]:
-    """Return all that decides with whom an agent can serve; a `Pairing` holds while it stays the same."""
-    return (
-        info.role,
-        info.dialect,
-        info.model,
-        info.weights,
-        info.tokenizer,
-        info.layout,
-        info.transfer_mode,
-        info.transfers,
-        info.host_id,
-        info.control_versions,
-        info.refusals,
-    )
+pairing_terms: Callable[[Register], tuple[object, ...]] = attrgetter(
+    "role",
+    "dialect",
+    "model",
+    "weights",
+    "tokenizer",
+    "layout",
+    "transfer_mode",
+    "transfers",
+    "host_id",
+    "control_versions",
+    "refusals",
+)
+"""Returns all that decides with whom an agent can serve; a `Pairing` holds while it stays the same."""
 
 
 def reason(prefill: Register, decode: Register, why: Mismatch) -> str:

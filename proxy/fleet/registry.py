@@ -264,10 +264,11 @@ class Registry:
         """Return why this ping would change nothing, or None if it would be accepted."""
         incarnation = info.incarnation
         record = self._records.get(incarnation)
-        if self._rules.tls_only and not speaks_tls(info):
-            return RejectReason.PLAINTEXT
-        if not self._rules.allow(info):
-            return RejectReason.ADDRESS
+        if not self.advertises(info):
+            if self._rules.tls_only and not speaks_tls(info):
+                return RejectReason.PLAINTEXT
+            if not self._rules.allow(info):
+                return RejectReason.ADDRESS
         if incarnation in self._retired:
             return RejectReason.RETIRED
         if record is not None and info.index < record.info.index:
@@ -275,6 +276,14 @@ class Registry:
         if record is None and len(self._records) >= MAX_NODES and info.location not in self._by_location:
             return RejectReason.FULL
         return None
+
+    def advertises(self, info: Register) -> bool:
+        """Return whether the agent is registered with the addresses that this ping has."""
+        record = self._records.get(info.incarnation)
+        return record is not None and (record.info.address, record.info.control) == (
+            info.address,
+            info.control,
+        )
 
     def reject_version(self, info: OtherRegister) -> None:
         """Note an agent whose pings are of a version that is not spoken here."""

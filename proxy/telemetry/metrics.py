@@ -474,7 +474,8 @@ class Metrics:
                 counter.labels(word)
         ProcessCollector(registry=registry)
         self._unserved = self._add_model("")
-        self._models: dict[str, ModelMetrics] = {}
+        self.models: dict[str, ModelMetrics] = {}
+        """Those with series of their own; to be read only."""
 
     def add_collector(self, collector: Collector) -> None:
         """Show what `collector` collects too, from now on."""
@@ -482,12 +483,12 @@ class Metrics:
 
     def serves(self, model: str) -> None:
         """Show the series of a model, which an agent serves, from now on. Idempotent."""
-        if model and model not in self._models and len(self._models) < MAX_MODELS:
-            self._models[model] = self._add_model(model)
+        if model and model not in self.models and len(self.models) < MAX_MODELS:
+            self.models[model] = self._add_model(model)
 
     def of_model(self, model: str) -> ModelMetrics:
         """Return where requests for a model are counted."""
-        return self._models.get(model, self._unserved)
+        return self.models.get(model, self._unserved)
 
     def ended(self, api: str, status: int, model: str = "") -> None:
         """Count a request that has ended; `model` is that of its `ModelMetrics`."""
@@ -496,7 +497,7 @@ class Metrics:
 
     def totals(self) -> Totals:
         """Return what has been counted up to now."""
-        counts = [self._unserved.counts, *(each.counts for each in self._models.values())]
+        counts = [self._unserved.counts, *(each.counts for each in self.models.values())]
         return Totals(
             events=self.events,
             ended=sum(each.ended for each in counts),
@@ -525,7 +526,7 @@ class Metrics:
                 tpot=of.tpot.counts(),
                 itl=of.itl.counts(),
             )
-            for name, of in islice(self._models.items(), MAX_CHARTED_MODELS)
+            for name, of in islice(self.models.items(), MAX_CHARTED_MODELS)
         }
 
     def requests_in_flight(self) -> dict[str, int]:

@@ -104,13 +104,14 @@ async def test_the_end_of_a_request_without_a_response_is_reported_once() -> Non
     by = asyncio.get_running_loop().time() + SOON_S
     async with UpstreamPool(PoolSettings()) as upstream, StandInAgent("both") as gone:
         await gone.close_http()
+        info = gone.registration()
         with pytest.raises(AgentLost) as lost:
             async with upstream.post(
-                gone.registration(), "/v1/completions", BODY, {}, headers_deadline=by, deadline=by,
+                info, "/v1/completions", BODY, {}, headers_deadline=by, deadline=by,
                 on_end=lambda *end: ends.append(end),
             ):  # fmt: skip
                 pass
-    assert ends == [(gone.registration(), lost.value)]
+    assert ends == [(info, lost.value)]
 
 
 async def test_a_failed_request_releases_its_connection() -> None:
