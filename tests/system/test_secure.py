@@ -40,7 +40,7 @@ def test_keygen_never_overwrites_and_keeps_the_key_to_its_owner(tmp_path: Path) 
 
 @pytest.mark.timeout(180)
 async def test_only_holders_of_the_key_take_part(start_cluster: StartCluster, tmp_path: Path) -> None:
-    """Issue 4, "Security", all locks at once.
+    """All locks at once.
 
     Agents with another key, or at an address outside the rules, are never paired; agents serve no stranger;
     everything HTTP is TLS; the KV moves over a locked control channel; and of all the logs, at the chattiest,

@@ -89,7 +89,7 @@ async def test_holders_of_the_key_are_admitted() -> None:
 
 @pytest.mark.parametrize("peer", ["plain", "another cluster", "knows the public key"])
 async def test_peers_without_the_key_are_not_admitted(peer: str) -> None:
-    """Issue 4, "Security": a node without the key is never routed to."""
+    """A node without the key is never routed to."""
     key = new_key()
     secure: Secure = {
         "plain": lambda socket: None,
@@ -133,7 +133,7 @@ class Agent:
 
 
 async def test_pings_recorded_on_the_wire_cannot_be_replayed() -> None:
-    """Issue 4, "Security": an agent's life, sent again byte by byte, is not processed."""
+    """An agent's life, sent again byte by byte, is not processed."""
     key = new_key()
     async with discovery(key) as (registry, address):
         port = int(address.rpartition(":")[2])
@@ -158,7 +158,7 @@ async def test_pings_recorded_on_the_wire_cannot_be_replayed() -> None:
 
 @pytest.mark.parametrize("byte", [0, 1, 10, 40, -17, -1])
 async def test_a_ping_altered_on_the_wire_changes_nothing(byte: int) -> None:
-    """Issue 4, "Security": one bit of its frame's length, name, number, seal or contents is enough."""
+    """One bit of its frame's length, name, number, seal or contents is enough."""
     key = new_key()
 
     def flip(data: bytes) -> bytes:
@@ -187,7 +187,7 @@ async def test_a_ping_altered_on_the_wire_changes_nothing(byte: int) -> None:
 
 
 async def test_holders_of_the_key_cannot_bring_back_what_was() -> None:
-    """Issue 4, "Security": an old index, and an incarnation that another one has replaced."""
+    """An old index, and an incarnation that another one has replaced."""
     key = new_key()
     async with discovery(key) as (registry, address):
         agent = Agent(key, int(address.rpartition(":")[2]))
@@ -206,7 +206,7 @@ async def test_holders_of_the_key_cannot_bring_back_what_was() -> None:
 
 
 async def test_no_socket_is_bound_before_its_authenticator_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Issue 4, "Security": with the authenticator failing to start, nothing listens."""
+    """With the authenticator failing to start, nothing listens."""
 
     def fail(self: AsyncioAuthenticator) -> None:
         raise zmq.ZMQError(zmq.EADDRINUSE)

@@ -60,7 +60,7 @@ async def test_content_types_say_what_is_sent(stage: Stage, path: str, body: dic
 async def test_what_the_proxy_can_reject_reaches_no_agent(
     start_stage: StartStage, body: Any, status: int, param: str | None, stream: bool
 ) -> None:
-    """Issue 2, "Bad input"; OpenAI's error shape, streamed or not."""
+    """OpenAI's error shape, streamed or not."""
     # With `split_min_tokens`, routing looks at the prompt's length.
     stage = await start_stage(max_body_bytes=10_000 if status == 413 else 2**20, split_min_tokens=1)
     prefill, decode = await stage.pair()

@@ -139,7 +139,7 @@ async def test_a_pull_that_has_every_block_waits_for_the_word_that_the_prompt_is
 
 @pytest.mark.parametrize("verify", [False, True])
 async def test_a_reader_that_came_first_gets_the_first_tokens_with_the_last_blocks(verify: bool) -> None:
-    """Design §5, streamed mode; also where blocks become readable only once they are summed."""
+    """Also where blocks become readable only once they are summed."""
     first = SampledTokens(choices=(SampledToken(id=7, logprob=-0.5), SampledToken(id=8, finish="stop")))
     async with Agent(seed=1, verify_kv=verify) as prefill, Agent(seed=2, verify_kv=verify) as decode:
         transfer_id = new_transfer_id()

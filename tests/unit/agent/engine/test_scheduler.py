@@ -456,7 +456,7 @@ def test_only_unfinished_choices_fork_over_the_pulled_blocks() -> None:
 
 @pytest.mark.parametrize("cached", [False, True], ids=["pulled", "wholly cached"])
 def test_resumed_choices_replay_their_tokens_one_by_one_and_go_on(cached: bool) -> None:
-    """Design §5.6: positions go on, in the company that they would have had; nothing known is drawn again."""
+    """Positions go on, in the company that they would have had; nothing known is drawn again."""
     engine, prompt = make_engine(), numbers(0, 12)
     submit = request("d", prompt, n=3, ignore_eos=True, max_tokens=9, remote=remote("t", prompt))
     answers = [expected_answer(prompt, choice, submit.sampling) for choice in range(3)]

@@ -186,7 +186,7 @@ async def test_the_feed_says_which_proxy_it_is_and_where_agents_find_it(start_st
 
 
 async def test_a_refused_agent_is_shown_with_the_reason(start_stage: StartStage) -> None:
-    """Issue 4, "Security": a rogue address is rejected, and the operator sees it."""
+    """A rogue address is rejected, and the operator sees it."""
     stage = await start_stage(allow_address="10.0.0.0/8")
     rogue = StandInAgent("decode", (stage.discovery,))
     async with rogue:

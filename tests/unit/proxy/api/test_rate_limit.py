@@ -87,7 +87,7 @@ async def status(stage: Stage, key: str, stream: bool = False) -> tuple[int, str
 
 
 async def test_a_rate_limited_key_gets_a_retry_after(start_stage: StartStage, tmp_path: Path) -> None:
-    """Issue 4, "Security": per-key rate limit. Others are served meanwhile, and it is counted."""
+    """Per-key rate limit. Others are served meanwhile, and it is counted."""
     stage = await limited(start_stage, tmp_path, "requests=2/h")
     assert [await status(stage, KEY) for _ in range(3)] == [(200, None), (200, None), (429, "1800")]
     assert await status(stage, OTHER) == (200, None)

@@ -75,7 +75,6 @@ def test_there_is_nothing_to_resume_while_token_1_is_all_there_is() -> None:
 
 
 def test_a_prefill_that_contradicts_what_the_client_has_is_refused() -> None:
-    """Design §5.6."""
     for other in ([FirstToken(id=6, text="x"), FirstToken(id=7, text="b")], []):
         sent = SentTokens(2)
         sent.strip(EVENTS[0])

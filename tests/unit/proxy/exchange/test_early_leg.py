@@ -188,7 +188,7 @@ async def test_a_prefill_that_fails_ends_both_legs_and_the_retry_takes_the_plain
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
 @pytest.mark.parametrize("kind", ["reset", "status"])
 async def test_a_decode_leg_that_fails_early_ends_the_prefill(stage: Stage, kind: Any, stream: bool) -> None:
-    """Design §5.7: its KV is dropped, and another pair is asked before the client has anything."""
+    """Its KV is dropped, and another pair is asked before the client has anything."""
     prefill, decode = await slow_pair(stage)
     decode.faults.append(Fault("decode", kind))
     text = (await expected(BODY))["choices"][0]["text"]

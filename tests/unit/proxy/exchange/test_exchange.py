@@ -345,7 +345,7 @@ async def test_a_lone_agents_empty_stream_is_retried_and_then_a_502(stage: Stage
 
 
 async def test_a_refused_connection_takes_the_agent_out_at_once(stage: Stage) -> None:
-    """Design §4: the pings go on, yet nobody is sent there."""
+    """The pings go on, yet nobody is sent there."""
     await stage.pair()
     lost, _ = await stage.pair()
     await lost.close_http()
@@ -423,7 +423,7 @@ async def test_a_failure_in_mid_stream_is_an_error_event_and_done(
 
 
 async def test_a_retried_prefill_that_draws_another_token_fails_typed(stage: Stage) -> None:
-    """Design §5.6: what the client has must not be contradicted."""
+    """What the client has must not be contradicted."""
     prefill, decode = await stage.pair()
     decode.faults.append(Fault("decode", "reset"))
 
@@ -697,7 +697,7 @@ async def test_every_request_is_logged_once_without_its_prompt(
 async def test_prompts_are_logged_when_that_is_asked_for(
     start_stage: StartStage, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Issue 4, "Security": `--log-prompts`, and then only so much of each."""
+    """`--log-prompts`, and then only so much of each."""
     stage = await start_stage(log_prompts=True)
     await stage.pair()
     with caplog.at_level("INFO", logger="kvferry.proxy.telemetry.request_log"):

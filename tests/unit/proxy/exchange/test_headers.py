@@ -43,7 +43,7 @@ TO_AGENT = {
     "body", [BODY, {**BODY, "stream": True}, {**BODY, "model": "unheard-of"}, {"n": "x"}]
 )
 async def test_headers_are_neither_reflected_nor_passed_on(stage: Stage, body: dict[str, object]) -> None:
-    """Issue 4, "Security": no reflected headers."""
+    """No reflected headers."""
     pair = await stage.pair(answer_headers=FROM_AGENT)
     async with stage.post(body, headers=FROM_CLIENT) as response:
         shown = str(response.headers)

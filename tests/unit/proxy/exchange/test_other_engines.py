@@ -171,7 +171,7 @@ async def check_equal(fleet: Fleet, asked: dict[str, Any], path: str) -> None:
 
 @every_kind
 async def test_what_the_client_sees_is_the_proxys_and_the_engines_never_the_transfers(fleet: Fleet) -> None:
-    """Design §3: ids are minted here. Members that nobody here knows pass as they came."""
+    """Ids are minted here. Members that nobody here knows pass as they came."""
     await fleet.pair()
     _, answer = await fleet.stage.ask({**BODY, "n": 2})
     streamed = await fleet.stage.stream({**BODY, "n": 2})

@@ -32,7 +32,6 @@ def test_hosts_within_the_rules_are_fine(host: str) -> None:
      "pool.example", "evilpool.example", "agent-7.example.evil", "xagent-7.example", "10.0.0.1.evil"],
 )  # fmt: skip
 def test_a_rogue_address_is_refused_wherever_it_stands(host: str) -> None:
-    """Issue 4, "Security"."""
     assert not allows(RULES, f"http://{host}:8000", "tcp://10.0.0.1:6301")
     assert not allows(RULES, "http://10.0.0.1:8000", f"tcp://{host}:6301")
     assert not allows(RULES, "http://10.0.0.1:8000", f"host:{host.strip('[]')},handshake:1,notify:2")

@@ -48,7 +48,7 @@ def test_bye_is_at_once_and_final() -> None:
 
 
 def test_an_old_ping_changes_nothing() -> None:
-    """Issue 4, "Security": nor does it keep a dead agent alive."""
+    """Nor does it keep a dead agent alive."""
     registry = TimedRegistry()
     registry.at(0.0).register(registration("both", 1, index=7, load=load(running=2)))
     assert registry.at(1.0).register(registration("both", 1, index=6, state="draining")) is RejectReason.STALE
@@ -60,7 +60,7 @@ def test_an_old_ping_changes_nothing() -> None:
 
 
 def test_an_agent_outside_the_rules_is_refused_and_shown() -> None:
-    """Issue 4, "Security": a rogue address changes nothing, also when a known agent moves there."""
+    """A rogue address changes nothing, also when a known agent moves there."""
     registry = TimedRegistry(rules=AddressRules("10.0.0.0/8"))
     rogue = registration("decode", 2, address="http://192.168.0.1:80", control="tcp://10.0.0.2:1")
     assert registry.at(0.0).register(rogue) is RejectReason.ADDRESS

@@ -112,7 +112,7 @@ async def test_a_holder_of_the_key_does_not_speak_to_a_server_without_it() -> No
 
 
 async def test_no_socket_is_bound_before_its_judge_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Issue 4, "Security": with the authenticator failing to start, nothing listens."""
+    """With the authenticator failing to start, nothing listens."""
 
     def fail(self: AsyncioAuthenticator) -> None:
         raise zmq.ZMQError(zmq.EADDRINUSE)
