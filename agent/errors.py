@@ -7,7 +7,7 @@ from typing import Any
 
 RETRY_AFTER_S = 1
 MAX_MESSAGE_CHARS = 2000
-"""Of a message, which may repeat what a client has sent, and of `param`."""
+"""Longest message, which may repeat what a client has sent, and longest `param`."""
 _TYPES = {409: "conflict_error", 429: "rate_limit_error"}
 
 

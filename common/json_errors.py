@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 _SHOWN_CHARS = 64
-"""Of a value or a name of the sender's that is repeated."""
+"""How much of a sender's value or name is repeated."""
 _PLACE = re.compile(r" - at (?P<key>`key` in )?`\$(?P<path>[^`]*)`$", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)

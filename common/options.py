@@ -46,7 +46,7 @@ GROUPS = (
 GENERAL = "General"
 HELP = "Show this help message."
 MAX_SHOWN_CHARS = 80
-"""Of a value that is wrong."""
+"""How much of a wrong value is shown."""
 _DESCRIBED_TYPES = {int: "a whole number", float: "a number", bool: "true or false"}
 _METAVARS = {int: "N", float: "NUMBER", bool: "true|false", Path: "FILE"}
 

@@ -38,7 +38,7 @@ PARSERS = {
 }
 SIDECAR = "kvferry.agent.announce.attach:SidecarConfig"
 VLLM = "kvferry.agent.vllm.launch:VllmEngineConfig"
-"""Of agents with `--attach` and with `--engine vllm`, which have other flags."""
+"""What has the flags of agents with `--attach`, and with `--engine vllm`."""
 
 
 def build_parser() -> CommandParser:

@@ -50,7 +50,7 @@ MAX_LOG_BYTES = 16 * 1024 * 1024
 """A log that is larger is moved to a file beside it, which is overwritten."""
 LOG_CHECK_S = 10.0
 MAX_REASON_LINES = 1000
-"""Of a log, in which the reason of an end is looked for."""
+"""The last lines of a log in which the reason of an end is looked for."""
 _ERROR_LINE = re.compile(r"\S+ \S+ ERROR \S+ (.*)")
 
 

@@ -49,7 +49,7 @@ COLUMNS = (
     "last ping",
 )
 MAX_EVENTS = 12
-"""Of what happened, the latest first."""
+"""Most events that are shown, the latest first."""
 
 
 class StatusFailed(RuntimeError):

@@ -25,13 +25,13 @@ from kvferry.proxy.ids import Endpoint, RequestId
 MAX_CHOICES = 128
 MAX_MODEL_CHARS = 1024
 MAX_CACHE_SALT_CHARS = 512
-"""Of a client with an API key: agents see what is derived from it."""
+"""Longest `cache_salt` of a client with an API key: agents see what is derived from it."""
 MAX_SETTING_BYTES = 64 * 1024
-"""Of `stop` and of `logit_bias`, as JSON."""
+"""Largest `stop` and largest `logit_bias`, in bytes of JSON."""
 MAX_MEMBERS = 32768
-"""Of all objects in a body, those within prompts, messages, tools and documents not counted."""
+"""Most members of all objects in a body, those within prompts, messages, tools and documents not counted."""
 MAX_MESSAGES_CHECKED = 16384
-"""Of a chat with more objects than these in it, roles are left to the agent to check."""
+"""A chat with more objects than this leaves its roles to the agent to check."""
 _CACHE_SALT_BYTES = 16
 _NOT_GIVEN = (b"", b"null")
 _EMPTY = (b'""', b"[]")

@@ -68,9 +68,9 @@ _LAST_OUTPUT_TIMEOUT_S = 5.0
 _INLINE_BYTES = 4096
 _INLINE_MESSAGES = 16
 _TAIL_TOKENS = 64
-"""Of a prompt, where nearly every one has the beginning of the assistant's message."""
+"""Tokens at a prompt's end, where nearly every one has the beginning of the assistant's message."""
 _BYTES_PER_ID = 4
-"""Of the text of token ids, about."""
+"""About how many bytes of JSON a token id takes."""
 _INLINE_BODY_BYTES = 64 * 1024
 """Larger bodies are decoded there too: 8 MiB take up to 50 ms."""
 

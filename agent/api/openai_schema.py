@@ -28,16 +28,17 @@ from kvferry.common.json_errors import check_utf8, explain
 from kvferry.transfer.sampled_tokens import MAX_ALTERNATIVES, MAX_CHOICES
 
 MAX_MODEL_CHARS = 1024
-"""Of a model's name: errors and logs repeat it."""
+"""Longest name of a model: errors and logs repeat it."""
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 1024
-"""Of all stop strings together: each new token is compared with every beginning of them."""
+"""Most bytes of all stop strings together: each new token is compared with every beginning of them."""
 MAX_LOGIT_BIASES = 300
 """As many as OpenAI takes."""
 MAX_STOP_TOKEN_IDS = 1024
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_BYTES = 4096
-"""Of all bad words together: each is encoded, and compared with the end of the output at each token."""
+"""Most bytes of all bad words together: each is encoded, and compared with the end of the output at each
+token."""
 MAX_ALLOWED_TOKEN_IDS = 65536
 MAX_CACHE_SALT_CHARS = 512
 MAX_TEMPLATE_CHARS = 65536
@@ -46,11 +47,12 @@ MAX_TEMPLATE_KWARGS_BYTES = 16384
 MAX_OMITTED = 4
 """How many times the context the texts of a chat may be: templates leave out earlier reasoning."""
 MAX_SETTING_BYTES = 64 * 1024
-"""Of `logit_bias`, `stop`, `stop_token_ids`, `bad_words` and `chat_template_kwargs`, each as JSON."""
+"""Largest `logit_bias`, `stop`, `stop_token_ids`, `bad_words` and `chat_template_kwargs`, in bytes of JSON
+each."""
 MAX_TOKEN_IDS_BYTES = 512 * 1024
-"""Of `allowed_token_ids`, as JSON, and of the ids whose text is asked for."""
+"""Largest `allowed_token_ids`, and list of ids to detokenize, in bytes of JSON."""
 MAX_TOOL_CALLS_BYTES = 256 * 1024
-"""Of one message's `tool_calls`, as JSON."""
+"""Largest `tool_calls` of one message, in bytes of JSON."""
 _SMALL_BODY_BYTES = 32 * 1024
 """Decoding less than this takes no time to speak of, whatever it is."""
 _OBJECTS_PER_PART = 4

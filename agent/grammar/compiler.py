@@ -18,10 +18,10 @@ from kvferry.agent.messages.masks import MaskFailure
 _MAX_COMPILED = 32
 _MAX_REASON_CHARS = 300
 MAX_LEXER_FUEL = 100_000
-"""Of one mask. Schemas of hundreds of fields take a fifth of it with a vocabulary of 100,000 tokens; all of
-it takes 0.1 s."""
+"""Work that one mask may take, in llguidance's units. Schemas of hundreds of fields take a fifth of it with a
+vocabulary of 100,000 tokens; all of it takes 0.1 s."""
 MAX_PARSER_ITEMS = 10_000
-"""Of one mask; schemas take a third of it."""
+"""Most Earley items of one mask; schemas take a third of it."""
 
 
 class BadGrammar(ValueError):

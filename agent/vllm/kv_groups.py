@@ -39,7 +39,7 @@ _OF_A_SERVER = frozenset(
         "prefill_checkpoint_alignment",
     }
 )
-"""Of a state's spec too: without a prefix cache its block is as long as the longest context."""
+"""Such fields of a state's spec: without a prefix cache its block is as long as the longest context."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,8 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 MAX_HEADER_CHARS = 512
-"""Of `traceparent` and `tracestate`: as much as W3C Trace Context would have passed on. A longer one is left
-out, since some versions of the SDK take the square of its length to read it.
+"""Longest `traceparent` and `tracestate`: as much as W3C Trace Context would have passed on. A longer one is
+left out, since some versions of the SDK take the square of its length to read it.
 """
 _TRACES_PATH = "/v1/traces"
 _KINDS = {"internal": trace.SpanKind.INTERNAL, "client": trace.SpanKind.CLIENT}

@@ -23,7 +23,7 @@ from kvferry.proxy.wire.kv_params import FirstToken
 
 MARK = b": t "
 MAX_LINES_BYTES = 16 * 1024 * 1024
-"""Of the token lines of one stream: a million tokens and more."""
+"""Most bytes of token lines of one stream: a million tokens and more."""
 END_LINE = b": t end\n"
 _ONLY_CHOICE = b": t 0 "
 # A line break within an event's data is escaped, so every line that begins like this is a token line.

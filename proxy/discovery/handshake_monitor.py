@@ -35,7 +35,7 @@ _EVENTS = (
 )
 _ENDPOINT = "inproc://handshakes"
 _SIGNATURE_BYTES = 10
-"""Of ZMTP: no more is sent to a peer that does not begin with its own."""
+"""Length of ZMTP's signature, in bytes: no more is sent to a peer that does not begin with its own."""
 _BYTES_ACKED_AND_RECEIVED = struct.Struct("120xQQ")
 """In Linux' `tcp_info`."""
 

@@ -80,7 +80,7 @@ from kvferry.proxy.telemetry.request_log import Phase, RequestLog
 from kvferry.proxy.wire.registration import Incarnation, Register
 
 MAX_PROMPTS_AT_ONCE = 16
-"""Of one request that a pair of our agents serves; each takes a connection or two."""
+"""Most prompts of one request that a pair of our agents serves at once; each takes a connection or two."""
 CAUSE_TIMEOUT_S = 1.0
 """How long the failure of one leg waits for the other's end, which may be its cause."""
 DROPPED = "transfer_dropped"

@@ -43,7 +43,8 @@ from kvferry.proxy.exchange.sub_requests import SubResponse
 from kvferry.proxy.wire.registration import Incarnation, Register
 
 MAX_TEMPLATES = 256
-"""Of one stream, which has one per choice and kind of text at a time. Beyond it they are learned anew."""
+"""Most templates of one stream, which has one per choice and kind of text at a time. Beyond it they are
+learned anew."""
 
 _TEXT_MEMBER = re.compile(
     rb'"(?:text|content|reasoning_content|reasoning|arguments)": ?("(?:[^"\\]|\\.)*")', re.DOTALL

@@ -47,20 +47,20 @@ T = TypeVar("T")
 OnEnd = Callable[[Register, BaseException | None], None]
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
-"""Of a response that is not streamed."""
+"""Largest response that is not streamed, in bytes."""
 LARGE_BODY_BYTES = 64 * 1024
-"""Of a request: more is not copied to put a head in front of it."""
+"""A request's body of this many bytes or more is not copied to put a head in front of it."""
 MAX_ERROR_BYTES = 1024 * 1024
-"""Of the body of a response with a status other than 200; what is passed on of it is far shorter."""
+"""Largest body of a response with another status than 200, in bytes; far less of it is passed on."""
 MAX_PAGE_BYTES = 4 * 1024 * 1024
-"""Of what is fetched by GET: metrics, lists of ranks."""
+"""Largest page that is fetched by GET, in bytes: metrics, lists of ranks."""
 MAX_RETRY_AFTER_S = 3600
 LARGE_RESPONSE_BYTES = 64 * 1024
 """More is read (parsed, joined) beside the event loop."""
 SHORT_RESPONSE_BYTES = 1024 * 1024
 """These do not wait for larger ones."""
 MAX_READ_BYTES = 256 * 1024 * 1024
-"""Of large responses that wait to be read, or are being read."""
+"""Most bytes of large responses that wait to be read, or are being read."""
 READ_TIMEOUT_S = 30.0
 FINISH_GRACE_S = 1.0
 

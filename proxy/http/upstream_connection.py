@@ -21,10 +21,10 @@ Sink = Callable[[bytes], None]
 """Consumes one piece of a body. What it raises closes the connection and is re-raised to the reader."""
 
 MAX_BUFFERED_BYTES = 64 * 1024
-"""Of a body that is not read yet; then reading from the socket pauses."""
+"""From this many bytes of an unread body on, reading from the socket pauses."""
 MAX_HEAD_BYTES = 64 * 1024
-"""Of a response's headers; and of what may come between two pieces of a body: chunk extensions, trailers. The
-parser has no limit, and a line costs it the square of its size."""
+"""Most bytes of a response's headers, and of what may come between two pieces of a body: chunk extensions,
+trailers. The parser has no limit, and a line costs it the square of its size."""
 MAX_TURN_BYTES = 16 * 1024
 """What one connection may deliver in one turn of the event loop: of what an earlier turn left, and again of
 what is read. The other connections come before the rest."""

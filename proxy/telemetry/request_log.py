@@ -28,7 +28,7 @@ from kvferry.proxy.telemetry.request_trace import RequestTrace
 logger = logging.getLogger(__name__)
 
 MAX_AGENT_TIMINGS = 16
-"""Of one agent's `Server-Timing` that are passed on."""
+"""Most entries of one agent's `Server-Timing` that are passed on."""
 _AGENT_TIMING = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,31};dur=[0-9]{1,9}(\.[0-9]{1,6})?")
 MAX_MODEL_CHARS = 100
 MAX_REQUESTS = 1000

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from kvferry.transfer.ids import TransferId
 
 MAX_SHARE = 0.25
-"""Of the pool, in quarantine at once."""
+"""Largest share of the pool that is in quarantine at once."""
 GRACE_S = 0.25
 """How long an entry does not count towards the share. Most transfers are quiescent as soon as the ranks have
 cancelled them, and a new engine ends all other transfers of the backend."""

@@ -18,7 +18,7 @@ from msgspec import Meta, Raw
 from kvferry.agent.errors import bad_request
 
 MAX_GRAMMAR_BYTES = 64 * 1024
-"""Of each field, as JSON."""
+"""Largest value of each field, in bytes of JSON."""
 _WHITESPACE = r"[ ]|\n[ ]{0,32}|\n\t{0,8}"
 """Between the parts of JSON: a space, or a line break with its indentation. Without a bound a model can go on
 with spaces until its limit."""

@@ -19,7 +19,7 @@ from msgspec import Raw
 from kvferry.common.exceptions import NOT_JSON
 
 MAX_HEAD_CHARS = 4096
-"""Of a call up to its arguments; a longer one is shown when it is whole."""
+"""Longest head of a call, up to its arguments; a call with a longer one is shown when it is whole."""
 _ARGUMENTS = ("arguments", "parameters")
 """The members under which models write arguments, whichever of them their template shows."""
 _NULL = Raw(b"null")

@@ -23,7 +23,8 @@ _ID_LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _ID_CHARS = 9
 """As many letters and digits as Mistral's chat templates insist on."""
 _MAX_REREAD_CHARS = 64 * 1024
-"""Of one answer: what looks like calls in each other is read once for each of them. Beyond it none is."""
+"""Characters of one answer that are read again: what looks like calls in each other is read once for each of
+them. Beyond it none is."""
 _OBJECT = re.compile(r"\s*[{\[]")
 
 

@@ -15,10 +15,10 @@ from kvferry.agent.errors import bad_request
 MAX_TOOLS = 128
 """As many as OpenAI takes."""
 MAX_TOOLS_BYTES = 256 * 1024
-"""Of `tools`, as JSON."""
+"""Largest `tools`, in bytes of JSON."""
 MAX_DESCRIPTION_CHARS = 16 * 1024
 MAX_SCHEMA_DEPTH = 64
-"""Of objects and arrays in each other."""
+"""How deep objects and arrays may be nested."""
 _ANY_ARGUMENTS = {"type": "object"}
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 

@@ -16,7 +16,7 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_REASON_CHARS = 1024
-"""Of why a template raised: it may quote a message."""
+"""How much is shown of why a template raised, which may quote a message."""
 _END_MARK = "KVFERRY_CONTINUES_HERE "
 """Put behind the content that is to be continued: the content itself may occur again in what follows it. The
 space shows whether the template strips contents."""

@@ -11,7 +11,7 @@ from kvferry.common.work_pool import PoolBusy, WorkPool
 
 SHORT_BYTES = 64 * 1024
 MAX_QUEUED_BYTES = 64 * 1024 * 1024
-"""Of all texts that wait or are being worked on."""
+"""Most bytes of all texts that wait or are being worked on."""
 TEXT_TIMEOUT_S = 30.0
 """How long a request waits for its text, the work included."""
 

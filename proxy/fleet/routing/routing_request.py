@@ -18,7 +18,7 @@ from kvferry.proxy.wire.registration import Incarnation, Register
 
 NO_AGENTS: frozenset[Incarnation] = frozenset()
 BYTES_PER_TOKEN = 4
-"""Of ordinary text under a large vocabulary; other text is misjudged by a small factor."""
+"""Bytes of ordinary text per token of a large vocabulary; other text is misjudged by a small factor."""
 CHUNK_TOKENS = 64
 MAX_CHUNKS = 512
 _DIGEST_BYTES = 8

@@ -68,7 +68,7 @@ class Protocol:
 
 
 LIVENESS = Protocol(b"KVG1")
-"""Of backends that move their bytes elsewhere: the connection carries nothing but the handshake."""
+"""The protocol of backends that move their bytes elsewhere: the connection carries the handshake alone."""
 
 
 class HandshakeServer:
