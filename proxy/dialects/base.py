@@ -153,7 +153,8 @@ class Prefilled(msgspec.Struct, frozen=True, kw_only=True):
     the complete response where it ended at token 1. `kv_endpoint` is what was learned for later
     requests. `prompt_tokens_details` is JSON for the client's usage where the decode server cannot know it.
     `opening` is there if `Dialect.may_continue`, and the server says how the stream can go on.
-    `lender` is the agent whose KV it is, where the response says so.
+    `lender` is the agent whose KV it is, where the response says so. `prompt_tokens`: 0 where the dialect
+    does not read them.
     """
 
     params: Any = None
@@ -162,6 +163,7 @@ class Prefilled(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens_details: bytes | None = None
     opening: Opening | None = None
     lender: str = ""
+    prompt_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

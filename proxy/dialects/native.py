@@ -303,7 +303,6 @@ class NativePrefilled(Prefilled, frozen=True, kw_only=True):
 
     answer: _NativeBody
     first_tokens: tuple[FirstToken, ...]
-    prompt_tokens: int
 
 
 def _prompt_tokens(answer: _NativeBody) -> int:

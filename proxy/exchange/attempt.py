@@ -420,10 +420,12 @@ class SubExchange:
             raise AgentLost(message, server.incarnation)
 
     def _read_prefill(self, raw: bytes) -> Prefilled:
-        usage = reported_usage(raw)
-        if usage is not None:
-            self._attempt.state.prompt_tokens.setdefault(self._sub.prompt, usage.prompt_tokens)
-        return self._dialect.read_prefill(self._sub, raw)
+        prefilled = self._dialect.read_prefill(self._sub, raw)
+        tokens = prefilled.prompt_tokens
+        if not tokens and (usage := reported_usage(raw)) is not None:
+            tokens = usage.prompt_tokens
+        self._attempt.state.prompt_tokens.setdefault(self._sub.prompt, tokens)
+        return prefilled
 
     async def _decode(
         self, prefilled: Prefilled, kv_endpoint: KvEndpoint | None, lease: LeaseCheck | None = None

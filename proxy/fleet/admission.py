@@ -36,12 +36,12 @@ class Reservation:
     def __init__(self, pair: Pair, choices: int, free: Free) -> None:
         self.pair = pair
         self._free = free
-        decode = pair.decode.incarnation
-        self._slots = {decode: choices} if pair.alone else {pair.prefill.incarnation: 1, decode: choices}
+        decode = pair.decode.info.incarnation
+        self._slots = {decode: choices} if pair.alone else {pair.prefill.info.incarnation: 1, decode: choices}
 
     def prefill_over(self) -> None:
         """Release the slot of the prefill leg, one of two, which has ended."""
-        self._release(self.pair.prefill.incarnation)
+        self._release(self.pair.prefill.info.incarnation)
 
     def release(self) -> None:
         """Release all slots that are left; the attempt has ended."""

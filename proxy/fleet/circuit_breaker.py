@@ -54,7 +54,8 @@ class Breaker:
         self.state = BreakerState.CLOSED
         self._agent = agent
         self._settings = settings
-        self._failures = 0
+        self.failures = 0
+        """In a row; to be read only."""
         self._pause_s = settings.pause_s
         self._due_at = 0.0
         """When the next attempt may go there, while not closed."""
@@ -77,7 +78,7 @@ class Breaker:
 
     def succeeded(self) -> None:
         """Count a leg that ended as it should."""
-        self._failures = 0
+        self.failures = 0
         if self.state is BreakerState.HALF_OPEN:
             self._pause_s = self._settings.pause_s
             self._transition(BreakerState.CLOSED)
@@ -86,8 +87,8 @@ class Breaker:
         """Count a leg that was lost, timed out, or got an invalid response."""
         match self.state:
             case BreakerState.CLOSED:
-                self._failures += 1
-                if self._failures >= self._settings.failures:
+                self.failures += 1
+                if self.failures >= self._settings.failures:
                     self._open(now)
             case BreakerState.HALF_OPEN:
                 self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)

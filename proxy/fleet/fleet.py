@@ -219,8 +219,9 @@ class Fleet:
         if chosen.is_decode_only:
             self._metrics.decode_only.inc()
         self.router.apply(chosen, asked, self._turns, snapshot.models)
-        self.registry.attempt_started(node.incarnation for node in chosen.pair.nodes)
-        return chosen.pair
+        pair = chosen.pair
+        self.registry.attempt_started({pair.prefill.info.incarnation, pair.decode.info.incarnation})
+        return pair
 
 
 def note_model(metrics: Metrics, update: Register | Bye) -> None:

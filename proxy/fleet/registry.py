@@ -355,7 +355,8 @@ class Registry:
         if (record := self._records.get(incarnation)) is not None:
             record.legs.succeeded += 1
             before = record.breaker.state
-            record.breaker.succeeded()
+            if record.breaker.failures or before is not BreakerState.CLOSED:
+                record.breaker.succeeded()
             if record.breaker.state is not before:
                 self._note(EventKind.BREAKER_CLOSED, record.info)
                 self._cache.stale.add(incarnation)

@@ -7,8 +7,6 @@ import enum
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import compress, count
-from operator import is_not
 from typing import NamedTuple
 
 from kvferry.proxy.fleet.circuit_breaker import BreakerState
@@ -112,14 +110,6 @@ class Snapshot:
     def altered(self, nodes: Iterable[Node]) -> Snapshot:
         """Return the snapshot with other nodes of the same agents."""
         return replace(self, nodes=tuple(nodes), number=0, changed=frozenset())
-
-    def changed_since(self, other: Snapshot) -> Iterable[int]:
-        """Return the positions of nodes that are others than in a snapshot with the same `pairing`."""
-        if self is other:
-            return ()
-        if other.number and self.number == other.number + 1:
-            return self.changed
-        return compress(count(), map(is_not, self.nodes, other.nodes))
 
 
 class UnpairedReasons:

@@ -13,6 +13,8 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import compress, count
+from operator import is_not
 from typing import TypeVar
 
 from kvferry.proxy.fleet.pairing import Leg, Matching, Pairing
@@ -325,7 +327,11 @@ class CandidateIndex:
             self._reasons.clear()
             return
         changed = {self.position_of[agent] for agent in changed_slots if agent in self.position_of}
-        for position in snapshot.changed_since(last):
+        other: Iterable[int] = ()
+        if snapshot is not last:
+            is_next = last.number and snapshot.number == last.number + 1
+            other = snapshot.changed if is_next else compress(count(), map(is_not, self.nodes, before))
+        for position in other:
             changed.add(position)
             if before[position].state is not self.nodes[position].state:
                 self._reasons.clear()
@@ -346,7 +352,7 @@ class CandidateIndex:
 
     def partners(self, prefill: Node, n: int, *, apart: bool = False) -> Candidates:
         """Return the partners with room of one of the last `prefills`."""
-        position = self.position_of[prefill.incarnation]
+        position = self.position_of[prefill.info.incarnation]
         decodes = self._pairs_for(n).decodes[self._terms.set_of[position]]
         if position not in decodes or self._pairs_itself(position, apart):
             return decodes
