@@ -486,8 +486,9 @@ class LayerView:
     heads: range
     total_heads: int
 
-    def strides_alike(self) -> tuple[object, ...]:
-        """Equal for layers that one `Layers` can describe."""
+    @property
+    def form(self) -> tuple[object, ...]:
+        """What is equal for layers that one `Layers` can describe."""
         tensor = self.tensor
         shape = (tensor.shape, tensor.stride(), tensor.element_size())
         return *shape, self.planes, self.heads, self.total_heads
@@ -510,7 +511,7 @@ def placement_of(groups: Sequence[Sequence[LayerView]], num_blocks: int) -> Plac
         for view in group:
             if view.tensor.shape[0] != num_blocks:
                 raise ValueError(f"{view.tensor.shape[0]} blocks in a layer's tensor, {num_blocks} expected")
-            alike.setdefault(view.strides_alike(), []).append(view)
+            alike.setdefault(view.form, []).append(view)
         described.append(tuple(_layers_of(views, bases) for views in alike.values()))
     return Placement(
         regions=tuple(storages[base] for base in bases), num_blocks=num_blocks, groups=tuple(described)
