@@ -27,7 +27,7 @@ from typing import Any
 
 from kvferry.common.child_process import ChildProcess
 from kvferry.common.stop import StopRequest
-from kvferry.proxy.api.operator.commands import LARGE_FLEET, PageCache, PageName
+from kvferry.proxy.api.operator.commands import PageCache, PageName
 from kvferry.proxy.api.operator.pages import (
     Activity,
     FleetView,
@@ -212,7 +212,7 @@ class Supervisor:
         self._history = History(PULL_BUCKETS)
         self._transfers = TransferTotals(clock)
         self._agents = AgentHistories(clock)
-        self._pages = PageCache(clock)
+        self._pages = PageCache(clock, self._make, lambda: registry.num_agents)
         self._fleet_metrics = FleetCollector(lambda: self._view().snapshot, registry.lost, down)
         registry.subscribe(partial(note_model, metrics))
         registry.subscribe(self._broadcast)
@@ -269,12 +269,9 @@ class Supervisor:
 
     async def page(self, name: PageName, model: str = "") -> Page:
         """Return a page of all workers together."""
-        if model:
-            return await self._make(name, model)
-        is_large = self._registry.num_agents > LARGE_FLEET
-        return await self._pages.get(name, lambda: self._make(name), is_large=is_large)
+        return await self._pages.get(name, model)
 
-    async def _make(self, name: PageName, model: str = "") -> Page:
+    async def _make(self, name: PageName, model: str) -> Page:
         await self._collect()
         view = self._view()
         match name:

@@ -43,23 +43,34 @@ class PageCache:
 
     Args:
         clock: The event loop's clock.
+        make: Makes a page, of a model or of all.
+        num_agents: How large the fleet is.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        make: Callable[[PageName, str], Awaitable[Page]],
+        num_agents: Callable[[], int],
+    ) -> None:
         self._clock = clock
+        self._make = make
+        self._num_agents = num_agents
         self._locks: dict[str, asyncio.Lock] = {}
         self._pages: dict[str, tuple[Page, float]] = {}
         """With the time at which it was begun."""
 
-    async def get(self, name: str, make: Callable[[], Awaitable[Page]], *, is_large: bool) -> Page:
-        """Return the page that `make` makes, or has made lately. Raises what it raises."""
-        oldest = self._clock() - (PAGE_AGE_S if is_large else 0.0)
+    async def get(self, name: PageName, model: str) -> Page:
+        """Return the page that `make` makes, or of all models has made lately. Raises what it raises."""
+        if model:
+            return await self._make(name, model)
+        oldest = self._clock() - (PAGE_AGE_S if self._num_agents() > LARGE_FLEET else 0.0)
         async with self._locks.setdefault(name, asyncio.Lock()):
             last = self._pages.get(name)
             if last is not None and last[1] >= oldest:
                 return last[0]
             begun = self._clock()
-            page = await make()
+            page = await self._make(name, "")
             self._pages[name] = (page, begun)
             return page
 
@@ -92,17 +103,14 @@ class OperatorApi:
         self._agents = agents
         self._down = down
         self._facts = facts
-        self._pages = PageCache(fleet.clock)
+        self._pages = PageCache(fleet.clock, self._make, lambda: fleet.registry.num_agents)
 
     async def page(self, name: PageName, model: str = "") -> Page:
         """Return one page; of the dashboard, if `model` is given, what concerns that model.
 
         Raises `ProxyError` when it cannot be put together.
         """
-        if model:
-            return await self._make(name, model)
-        is_large = self._fleet.registry.num_agents > LARGE_FLEET
-        return await self._pages.get(name, lambda: self._make(name), is_large=is_large)
+        return await self._pages.get(name, model)
 
     async def _make(self, name: PageName, model: str = "") -> Page:
         view = self.view()
