@@ -16,8 +16,8 @@ import msgspec
 import zmq
 
 from kvferry.agent.announce.proxy_names import Lookup, ProxyName, is_name, look_up
-from kvferry.agent.announce.status_log import StatusLog
 from kvferry.common.curve import ClusterKey
+from kvferry.common.telemetry.recurring_warnings import StatusLog
 from kvferry.proxy.wire.registration import (
     PING_INTERVAL_S,
     Ack,

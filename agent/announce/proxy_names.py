@@ -10,8 +10,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from kvferry.agent.announce.status_log import StatusLog
 from kvferry.common.addresses import check_dialable, check_host_port, host_port
+from kvferry.common.telemetry.recurring_warnings import StatusLog
 from kvferry.proxy.wire.registration import DEFAULT_DISCOVERY_PORT
 
 log = logging.getLogger(__name__)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 
@@ -37,3 +38,20 @@ class RecurringWarnings:
     def over(self, cause: str, subject: str) -> None:
         """Note that it does not last: when it comes back, it is logged at once."""
         self._logged_at.pop((cause, subject), None)
+
+
+class StatusLog:
+    """Logs the status of one peer when it changes, and a warning again once per `REPEAT_S`."""
+
+    def __init__(self, logger: logging.Logger, name: str) -> None:
+        self._logger = logger
+        self._name = name
+        self._status: str | None = None
+        self._logged_at = -math.inf
+
+    def note(self, status: str, level: int) -> None:
+        """Log the status, unless it was logged last and is no warning that is due again."""
+        now = time.monotonic()
+        if status != self._status or (level >= logging.WARNING and now - self._logged_at >= REPEAT_S):
+            self._status, self._logged_at = status, now
+            self._logger.log(level, "%s %s", self._name, status)

@@ -264,7 +264,7 @@ async def test_a_refusal_is_logged_once_and_nonsense_ends_nothing(caplog: pytest
 async def test_another_cluster_key_is_logged_and_again_while_it_lasts(
     has_key: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvferry.agent.announce.status_log.REMINDER_S", 0.3)
+    monkeypatch.setattr("kvferry.common.telemetry.recurring_warnings.REPEAT_S", 0.3)
     keys = []
     for name in ("proxy.key", "agent.key"):
         assert keygen.main([str(tmp_path / name)]) == 0

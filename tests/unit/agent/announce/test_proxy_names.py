@@ -100,7 +100,7 @@ def test_an_address_is_left_with_the_second_lookup_that_lacks_it(caplog: pytest.
 def test_a_name_that_still_cannot_be_looked_up_is_logged_again(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvferry.agent.announce.status_log.REMINDER_S", 0.0)
+    monkeypatch.setattr("kvferry.common.telemetry.recurring_warnings.REPEAT_S", 0.0)
     lookup = Names()
     lookup.answer = OSError("no resolver")
     name = ProxyName("dns:p:7", lookup=lookup, interval_s=0.0)
