@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two ids of the transfer plane, and the one place that makes them."""
+"""The two ids of the transfer plane. An agent makes its incarnation when it starts (`agent.ids`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,3 @@ class DuplicateTransfer(ValueError):
 
 def new_transfer_id() -> TransferId:
     return TransferId(secrets.token_hex(16))
-
-
-def new_incarnation() -> Incarnation:
-    return Incarnation(secrets.token_hex(8))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 import sys
 import tempfile
 import time
@@ -26,7 +27,7 @@ import torch
 from benchmarks.transfer.pools import poisoned_pool, random_pool
 from kvferry.transfer.connector import SchedulerConnector
 from kvferry.transfer.events import PlaneEvent
-from kvferry.transfer.ids import TransferId, new_incarnation, new_transfer_id
+from kvferry.transfer.ids import Incarnation, TransferId, new_transfer_id
 from kvferry.transfer.layout import KVGeometry
 from kvferry.transfer.memory import own_pool
 from kvferry.transfer.plane import PlaneConfig, RemotePrompt, one_group
@@ -70,7 +71,7 @@ class PlaneAgent:
         self.pool_bytes = poisoned_pool(nbytes, device) if seed is None else random_pool(nbytes, seed, device)
         self._directory = tempfile.TemporaryDirectory()
         config = PlaneConfig(
-            incarnation=new_incarnation(),
+            incarnation=Incarnation(secrets.token_hex(8)),
             bind_host="127.0.0.1",
             control_port=0,
             advertise_host="127.0.0.1",

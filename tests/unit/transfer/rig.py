@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import tempfile
 from collections.abc import Sequence, Set
 from contextlib import suppress
@@ -15,7 +16,7 @@ from typing import Any, Self
 import torch
 
 from kvferry.transfer.connector import SchedulerConnector
-from kvferry.transfer.ids import new_incarnation, new_transfer_id
+from kvferry.transfer.ids import Incarnation, new_transfer_id
 from kvferry.transfer.layout import KVGeometry
 from kvferry.transfer.memory import own_pool
 from kvferry.transfer.options import BACKENDS
@@ -50,7 +51,7 @@ class Agent:
         self._tcp_fault, self._control_fault = tcp_fault, control_fault
         self.directory = tempfile.TemporaryDirectory()
         config = PlaneConfig(
-            incarnation=new_incarnation(),
+            incarnation=Incarnation(secrets.token_hex(8)),
             bind_host="127.0.0.1",
             control_port=0,
             advertise_host="127.0.0.1",
