@@ -146,7 +146,7 @@ async def test_a_text_becomes_tokens_and_they_become_the_text(apart: Ask) -> Non
     [
         ("/tokenize", {"prompt": "a", "model": "gpt-9"}, 404, "model"),
         ("/tokenize", {"model": "ferry-tiny"}, 400, "prompt"),
-        ("/tokenize", {"prompt": "a", "promt": "b"}, 400, None),
+        ("/tokenize", {"prompt": "a", "promt": "b"}, 400, "promt"),
         ("/tokenize", {"model": "m" * 1025}, 400, "model"),
         ("/detokenize", {"tokens": [10**6]}, 400, "tokens"),
         ("/detokenize", {"tokens": [1] * 300_000}, 400, "tokens"),

@@ -67,6 +67,10 @@ FOREIGN = {
     "--set",
     "--cuda",
     "--distributed-executor-backend",
+    "--bind",
+    "--nnodes",
+    "--data-parallel-multi-port-external-lb",
+    "--data-parallel-size",
     "--dry-run",
 }
 # Programs of others: what follows them is their own.
