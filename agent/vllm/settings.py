@@ -128,12 +128,17 @@ def check_version(version: str) -> None:
         raise NotServed(f"vLLM {version} is outside of the served range {served}")
 
 
+def dp_index_of(config: Any) -> int:
+    """The number of this engine among the data-parallel ranks of all hosts (`config`: `VllmConfig`)."""
+    return int(getattr(config.parallel_config, "data_parallel_index", 0))
+
+
 def dp_rank_of(config: Any) -> int | None:
     """The number by which the API of this engine (`config` is its `VllmConfig`) knows it among its
     data-parallel ranks, as `X-data-parallel-rank` says it; None where there is but one.
     """
     parallel, engine_id = config.parallel_config, str(config.kv_transfer_config.engine_id)
-    index = int(getattr(parallel, "data_parallel_index", 0))
+    index = dp_index_of(config)
     # In the engines of a dense model vLLM sets data_parallel_size back to 1: only the other two are left.
     if parallel.data_parallel_size == 1 and not index and not _OF_SEVERAL_ENGINES.search(engine_id):
         return None

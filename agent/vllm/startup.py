@@ -17,7 +17,7 @@ from kvferry.agent.vllm.connector_worker import RankFacts
 from kvferry.agent.vllm.identity import geometry_of, is_continuable, tokenizer_of, weights_of
 from kvferry.agent.vllm.kv_groups import KvGroup
 from kvferry.agent.vllm.plane_thread import PlaneThread, api_process
-from kvferry.agent.vllm.settings import ConnectorSettings, dp_rank_of
+from kvferry.agent.vllm.settings import ConnectorSettings, dp_index_of, dp_rank_of
 from kvferry.common.curve import ClusterKey
 from kvferry.proxy.wire.registration import Role
 from kvferry.transfer.plane import PlaneConfig
@@ -77,7 +77,7 @@ def start_connector_scheduler(
     plane_config = PlaneConfig(
         incarnation=server.incarnation,
         bind_host=settings.bound_host,
-        control_port=settings.control_port and settings.control_port + _dp_index(config),
+        control_port=settings.control_port and settings.control_port + dp_index_of(config),
         advertise_host=settings.advertised_host,
         transfer=settings.transfer,
         lease_s=settings.lease_s,
@@ -120,11 +120,6 @@ def start_connector_scheduler(
     else:
         plane.start()
     return plane, scheduler
-
-
-def _dp_index(config: Any) -> int:
-    """Of all data-parallel ranks, on whatever hosts."""
-    return int(getattr(config.parallel_config, "data_parallel_index", 0))
 
 
 def served_name(model_config: Any) -> str:
