@@ -25,7 +25,7 @@ from kvferry.transfer.plane import RankAddress, RemoteRank
 from kvferry.transfer.ranks import messages as wire
 from kvferry.transfer.ranks.aggregate import Aggregator, Outcome
 from kvferry.transfer.ranks.channel import RankConnection, RankGone, dial
-from kvferry.transfer.ranks.tunnel import dig
+from kvferry.transfer.ranks.tunnel import connect
 
 _log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class RankGroup:
             raise TimeoutError(f"transfer: ranks {missing} did not report within {timeout_s} s") from error
 
     async def _dial(self, rank: int, address: RankAddress, events: RankEvents) -> RankConnection:
-        to = dig(address) if isinstance(address, RemoteRank) else address
+        to = connect(address) if isinstance(address, RemoteRank) else address
         try:
             return await dial(to, partial(self._received, events, rank))
         except OSError as error:

@@ -63,8 +63,8 @@ class RemoteRankSocket:
             self._context.destroy()
 
 
-def dig(rank: RemoteRank) -> socket.socket:
-    """Return the engine process's end of a tunnel. The rank may begin to listen later."""
+def connect(rank: RemoteRank) -> socket.socket:
+    """Connect to a rank, which may begin to listen later. Returns the engine process's end."""
     context = zmq.Context()
     public, secret = zmq.curve_keypair()
     peer = _socket(context, secret=secret, public=public)

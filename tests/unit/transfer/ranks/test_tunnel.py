@@ -16,7 +16,7 @@ import zmq
 from kvferry.transfer.memory import own_pool
 from kvferry.transfer.plane import RemoteRank
 from kvferry.transfer.ranks.channel import RankConnection, RankEnd, RankGone, dial
-from kvferry.transfer.ranks.tunnel import RemoteRankSocket, dig
+from kvferry.transfer.ranks.tunnel import RemoteRankSocket, connect
 from kvferry.transfer.ranks.worker import WorkerConnector
 from tests.helpers.waiting import patient, until
 from tests.unit.transfer.rig import GEOMETRY
@@ -38,7 +38,7 @@ async def meet(
     rank: RemoteRankSocket, stopped: socket.socket, received: asyncio.Queue[bytes]
 ) -> tuple[RankConnection, RankEnd]:
     accepting = asyncio.create_task(asyncio.to_thread(rank.accept, stopped))
-    connection = await dial(dig(rank.address), lambda _, frame: received.put_nowait(frame))
+    connection = await dial(connect(rank.address), lambda _, frame: received.put_nowait(frame))
     end = await asyncio.wait_for(accepting, WAIT_S)
     assert end is not None
     return connection, end
@@ -111,7 +111,7 @@ async def test_who_does_not_have_the_ranks_key_reaches_nobody(
     rank = RemoteRankSocket(HOST, HOST)
     accepting = asyncio.create_task(asyncio.to_thread(rank.accept, stop[1]))
     other, _ = zmq.curve_keypair()
-    stranger = await dial(dig(replace(rank.address, key=other)), lambda *_: None)
+    stranger = await dial(connect(replace(rank.address, key=other)), lambda *_: None)
     stranger.send(b"command")
     with zmq.Context() as context, context.socket(zmq.DEALER) as plain:
         plain.linger = 0
@@ -141,7 +141,7 @@ async def test_a_rank_ends_when_its_engine_process_on_another_host_has_gone(
     rank.start()
     assert isinstance(rank.address, RemoteRank)
     received: asyncio.Queue[bytes] = asyncio.Queue()
-    connection = await dial(dig(rank.address), lambda _, frame: received.put_nowait(frame))
+    connection = await dial(connect(rank.address), lambda _, frame: received.put_nowait(frame))
     await asyncio.wait_for(received.get(), WAIT_S)
     assert not ended
     connection.close()
@@ -155,6 +155,6 @@ async def test_an_engine_process_may_dial_before_the_rank_listens(
     with socket.create_server((HOST, 0)) as probe:
         port = probe.getsockname()[1]
     nobody = RemoteRank(host=HOST, port=port, key=zmq.curve_keypair()[0])
-    connection = await dial(dig(nobody), lambda *_: None)
+    connection = await dial(connect(nobody), lambda *_: None)
     connection.send(b"waits")
     connection.close()
