@@ -424,7 +424,8 @@ class SubExchange:
         tokens = prefilled.prompt_tokens
         if not tokens and (usage := reported_usage(raw)) is not None:
             tokens = usage.prompt_tokens
-        self._attempt.state.prompt_tokens.setdefault(self._sub.prompt, tokens)
+        if tokens:
+            self._attempt.state.prompt_tokens.setdefault(self._sub.prompt, tokens)
         return prefilled
 
     async def _decode(
