@@ -316,7 +316,7 @@ class GuardedConnection(HttpToolsProtocol):
     def _warn_of_agent(self, data: bytes) -> None:
         """Warn if what is not HTTP is an agent that tries to register at this port."""
         if data.startswith(ZMQ_GREETING) and self.client is not None:
-            message = "an agent on %s has this HTTP port as --proxy; it needs the discovery port"
+            message = "an agent on %s passed this HTTP port to --proxy; it needs the discovery port"
             self._bounds.warnings.warn("not HTTP", self.client[0], message, self.client[0])
 
     def _feed(self, data: bytes) -> int:

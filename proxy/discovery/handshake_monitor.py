@@ -43,7 +43,7 @@ _BYTES_ACKED_AND_RECEIVED = struct.Struct("120xQQ")
 class HandshakeFailure(enum.StrEnum):
     """Why a peer could not connect. The text is shown to operators."""
 
-    OTHER_KEY = "it has another cluster key than this proxy"
+    OTHER_KEY = "its cluster key differs from this proxy's"
     NO_KEY = "it has no cluster key, which this proxy requires (--cluster-key)"
     UNEXPECTED_KEY = "it has a cluster key, and this proxy has none (--cluster-key)"
     NOT_ZMQ = "it speaks HTTP or another protocol on the discovery port, which is for agents' pings"

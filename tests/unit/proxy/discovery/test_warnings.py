@@ -61,7 +61,7 @@ async def pinging(address: str, key: ClusterKey | None, condition: Callable[[], 
 @pytest.mark.parametrize(
     ("proxys", "agents", "reason", "words"),
     [
-        ("ours", "theirs", "other_key", "another cluster key"),
+        ("ours", "theirs", "other_key", "its cluster key differs"),
         ("ours", None, "no_key", "no cluster key"),
         (None, "theirs", "unexpected_key", "this proxy has none"),
     ],
