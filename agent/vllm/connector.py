@@ -18,10 +18,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 from vllm.utils.network_utils import get_ip
 
+from kvferry.agent.plugin.plane_thread import PlaneThread
 from kvferry.agent.vllm.connector_scheduler import ConnectorMetadata, KvferryConnectorScheduler
 from kvferry.agent.vllm.connector_worker import KvferryConnectorWorker, RankFacts
 from kvferry.agent.vllm.kv_groups import RankShape, groups_of
-from kvferry.agent.vllm.plane_thread import PlaneThread
 from kvferry.agent.vllm.settings import (
     check_served,
     is_remote,

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvferry.agent.announce.work_counts import WorkCounts
+from kvferry.agent.plugin.plane_thread import Event, LeaseRefused
 from kvferry.agent.vllm.identity import adapter_of
 from kvferry.agent.vllm.kv_groups import KvGroup, runs_of
 from kvferry.agent.vllm.params import (
@@ -32,7 +33,6 @@ from kvferry.agent.vllm.params import (
     lent_params,
     read_params,
 )
-from kvferry.agent.vllm.plane_thread import Event, LeaseRefused
 from kvferry.agent.vllm.step_meter import StepMeter
 from kvferry.common.hashing import Purpose, digest
 from kvferry.common.state_machine import transition, transitions

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, get_args
 
 from kvferry.agent.ids import host_id
+from kvferry.agent.plugin.settings import NotServed, PluginBackend, PluginSettings
 from kvferry.agent.process.run_dir import private_run_dir
 from kvferry.agent.vllm.kv_groups import RankShape, layer_caches
-from kvferry.agent.vllm.settings import ConnectorSettings, NotServed, VllmBackend
 from kvferry.transfer.memory import device_name, pool_of_layers
 from kvferry.transfer.plane import RankAddress
 from kvferry.transfer.ranks.worker import WorkerConnector
@@ -57,7 +57,7 @@ class KvferryConnectorWorker:
 
     def __init__(
         self,
-        settings: ConnectorSettings,
+        settings: PluginSettings,
         caches: Mapping[str, torch.Tensor],
         groups: Sequence[Any],
         shape: RankShape,
@@ -76,7 +76,7 @@ class KvferryConnectorWorker:
             rank=shape.rank,
             pool=pool,
             transfer=settings.transfer,
-            auto=get_args(VllmBackend),
+            auto=get_args(PluginBackend),
             bind_host=settings.bound_host,
             advertise_host=settings.advertised_host,
             transfer_options=settings.transfer_options,

@@ -3,29 +3,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
-from kvferry.agent.checkpoint import weights_fingerprint
-from kvferry.common.hashing import Purpose, digest
+from kvferry.agent.plugin.identity import config_digest, files_digest, short_digest, tokenizer_digest
+from kvferry.common.hashing import Purpose
 from kvferry.transfer.layout import ITEM_BYTES, DType, KVGeometry
 
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "tekken.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-)
-_DIGEST_BYTES = 8
 MAX_ADAPTERS = 1024
-_UNNAMED = ("_name_or_path", "transformers_version", "_commit_hash")
-"""Fields of a model's config that do not change what it computes."""
 _OF_THE_OUTPUT = frozenset({"max_tokens", "presence_penalty", "frequency_penalty"})
 """vLLM's names of sampling defaults that count tokens of the output."""
 
@@ -46,14 +33,14 @@ def geometry_of(config: Any, *, layers: Collection[str], content: str) -> KVGeom
         dtype=cast(DType, plain.get(config.cache_config.cache_dtype, "uint8")),
         block_size=config.cache_config.block_size,
         rope=f"config {_config_digest(model)}",
-        order=_digest(Purpose.VLLM_LAYERS, content, *sorted(layers)),
+        order=short_digest(Purpose.VLLM_LAYERS, content, *sorted(layers)),
     )
 
 
 def weights_of(config: Any) -> str:
     """16 hex digits: equal for equal weights of a local checkpoint; else of its name and revision."""
     drafts = _drafts_of(config.speculative_config, config.load_config)
-    return _digest(Purpose.VLLM_WEIGHTS, _weights_of(config.model_config, config.load_config), *drafts)
+    return short_digest(Purpose.VLLM_WEIGHTS, _weights_of(config.model_config, config.load_config), *drafts)
 
 
 def _drafts_of(speculative: Any, load: Any) -> tuple[str, ...]:
@@ -69,12 +56,12 @@ def _weights_of(model: Any, load: Any) -> str:
     loaded = f"{model.quantization} {model.dtype}"
     directory = Path(model.model)
     if str(load.load_format) == "dummy":
-        return _digest(Purpose.VLLM_WEIGHTS, "dummy", loaded, _config_digest(model), str(model.seed))
+        return short_digest(Purpose.VLLM_WEIGHTS, "dummy", loaded, _config_digest(model), str(model.seed))
     if directory.is_dir():
-        return _digest(Purpose.VLLM_WEIGHTS, "files", loaded, _files_of(directory))
+        return short_digest(Purpose.VLLM_WEIGHTS, "files", loaded, _files_of(directory))
     commit = getattr(model.hf_config, "_commit_hash", None)
     named = (model.model, str(model.revision), str(commit), _config_digest(model))
-    return _digest(Purpose.VLLM_WEIGHTS, "by name", loaded, *named)
+    return short_digest(Purpose.VLLM_WEIGHTS, "by name", loaded, *named)
 
 
 def is_continuable(config: Any) -> bool:
@@ -100,38 +87,18 @@ def adapter_of(name: str, path: str) -> str:
     """
     directory = Path(path)
     kind, what = ("files", _files_of(directory)) if directory.is_dir() else ("by name", path)
-    return _digest(Purpose.VLLM_ADAPTER, name, kind, what)
+    return short_digest(Purpose.VLLM_ADAPTER, name, kind, what)
 
 
 def tokenizer_of(config: Any) -> str:
     """16 hex digits: equal for equal tokenizers of a local directory; else of its name and revision."""
     model = config.model_config
-    directory = Path(model.tokenizer)
-    if not directory.is_dir():
-        return _digest(Purpose.VLLM_TOKENIZER, "by name", model.tokenizer, str(model.tokenizer_revision))
-    files = [directory / name for name in _TOKENIZER_FILES if (directory / name).is_file()]
-    fields = (field for path in files for field in (path.name, path.read_bytes()))
-    return _digest(Purpose.VLLM_TOKENIZER, "files", *fields)
+    return tokenizer_digest(model.tokenizer, model.tokenizer_revision, Purpose.VLLM_TOKENIZER)
 
 
 def _files_of(directory: Path) -> str:
-    try:
-        return weights_fingerprint(directory)
-    except ValueError:  # of a format that is read by other loaders
-        return _digest(Purpose.VLLM_FILES, *_sizes(directory))
+    return files_digest(directory, Purpose.VLLM_FILES)
 
 
 def _config_digest(model: Any) -> str:
-    """Of the model's own config: rope, windows, sizes and all else that its KV depends on."""
-    fields = model.hf_text_config.to_dict()
-    kept = {name: value for name, value in fields.items() if name not in _UNNAMED}
-    return _digest(Purpose.VLLM_CONFIG, json.dumps(kept, sort_keys=True, default=str))
-
-
-def _sizes(directory: Path) -> list[str]:
-    sizes = sorted((path.name, str(path.stat().st_size)) for path in directory.iterdir() if path.is_file())
-    return [field for each in sizes for field in each]
-
-
-def _digest(purpose: Purpose, *fields: bytes | str) -> str:
-    return digest(purpose, *fields, size=_DIGEST_BYTES).hex()
+    return config_digest(model.hf_text_config, Purpose.VLLM_CONFIG)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvferry.agent.vllm.settings import NotServed
+from kvferry.agent.plugin.settings import NotServed
 from kvferry.common.hashing import Purpose, digest
 from kvferry.transfer.layout import LayerView, split_heads
 from kvferry.transfer.plane import BlockRun

@@ -27,8 +27,9 @@ import aiohttp
 from kvferry.agent.announce.drain_socket import Drainer
 from kvferry.agent.announce.options import ServerOptions
 from kvferry.agent.config import BUNDLED_MODELS
+from kvferry.agent.plugin.settings import NotServed, PluginTransfer
 from kvferry.agent.process.run_dir import private_run_dir
-from kvferry.agent.vllm.settings import NotServed, VllmTransfer, check_version, read_settings
+from kvferry.agent.vllm.settings import check_version, read_settings
 from kvferry.common.addresses import host_port
 from kvferry.common.child_process import ChildProcess
 from kvferry.common.options import exit_with, parse_flags, take_option
@@ -162,7 +163,7 @@ class VllmEngineConfig(ServerOptions, PlaneOptions, LogOptions):
     model: str
     engine: Literal["vllm"] = "vllm"
     engine_python: str = sys.executable
-    transfer: VllmTransfer = "auto"
+    transfer: PluginTransfer = "auto"
     start_timeout_s: float = VLLM_START_S
 
     def __post_init__(self) -> None:

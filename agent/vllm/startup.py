@@ -12,12 +12,13 @@ import torch
 
 from kvferry.agent.announce.embedded import Announcement, Server
 from kvferry.agent.ids import mint_incarnation
+from kvferry.agent.plugin.plane_thread import PlaneThread, api_process
+from kvferry.agent.plugin.settings import PluginSettings
 from kvferry.agent.vllm.connector_scheduler import KvferryConnectorScheduler
 from kvferry.agent.vllm.connector_worker import RankFacts
 from kvferry.agent.vllm.identity import geometry_of, is_continuable, tokenizer_of, weights_of
 from kvferry.agent.vllm.kv_groups import KvGroup
-from kvferry.agent.vllm.plane_thread import PlaneThread, api_process
-from kvferry.agent.vllm.settings import ConnectorSettings, dp_index_of, dp_rank_of
+from kvferry.agent.vllm.settings import dp_index_of, dp_rank_of
 from kvferry.common.curve import ClusterKey
 from kvferry.proxy.wire.registration import Role
 from kvferry.transfer.plane import PlaneConfig
@@ -27,7 +28,7 @@ _DIALECT = "vllm-kvferry"
 
 
 def start_connector_scheduler(
-    settings: ConnectorSettings,
+    settings: PluginSettings,
     config: Any,
     role: Role,
     ranks: Sequence[RankFacts],

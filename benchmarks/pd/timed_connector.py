@@ -17,8 +17,8 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from benchmarks.pd.fleet import TIMELINE_VARIABLE
+from kvferry.agent.plugin.plane_thread import Event
 from kvferry.agent.vllm.connector import KvferryConnector, KvferryConnectorMetadata
-from kvferry.agent.vllm.plane_thread import Event
 from kvferry.transfer.events import PullDone
 
 

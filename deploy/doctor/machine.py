@@ -18,7 +18,8 @@ from kvferry.agent.architectures import (
 )
 from kvferry.agent.cli import with_model_directory
 from kvferry.agent.config import BUNDLED_MODELS, AgentConfig
-from kvferry.agent.vllm.settings import NotServed, check_version
+from kvferry.agent.plugin.settings import NotServed
+from kvferry.agent.vllm.settings import check_version
 from kvferry.common.exceptions import message_of
 from kvferry.deploy.launcher import listen_error
 from kvferry.proxy.config import ProxyConfig

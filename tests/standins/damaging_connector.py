@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
+from kvferry.agent.plugin.plane_thread import Event
 from kvferry.agent.vllm.connector import KvferryConnector, KvferryConnectorMetadata
-from kvferry.agent.vllm.plane_thread import Event
 from kvferry.transfer.events import PullDone, PullFailed
 from kvferry.transfer.plane import BlockRun, all_blocks
 from tests.standins.damage import Damage, damage

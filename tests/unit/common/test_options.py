@@ -14,8 +14,8 @@ import pytest
 
 from kvferry.agent.announce.attach import SidecarConfig
 from kvferry.agent.config import AgentConfig
+from kvferry.agent.plugin.settings import PluginBackend
 from kvferry.agent.vllm.launch import VllmEngineConfig
-from kvferry.agent.vllm.settings import VllmBackend
 from kvferry.common.options import (
     GROUPS,
     as_json,
@@ -275,7 +275,7 @@ def test_settings_survive_the_way_to_a_child(settings: type[Any], monkeypatch: p
 
 def test_backends_in_vllm_are_those_of_the_catalogue() -> None:
     """In its order: auto takes the first that works."""
-    tried = get_args(VllmBackend)
+    tried = get_args(PluginBackend)
     assert tried == tuple(name for name in get_args(Backend) if name in tried)
 
 

@@ -14,8 +14,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from kvferry.agent.plugin.settings import NotServed
 from kvferry.agent.vllm.kv_groups import groups_of
-from kvferry.agent.vllm.settings import NotServed, check_served, check_version
+from kvferry.agent.vllm.settings import check_served, check_version
 from tests.unit.agent.vllm.configs import vllm_config
 
 PAGE = Path(__file__).parents[4] / "docs/engines/vllm.md"

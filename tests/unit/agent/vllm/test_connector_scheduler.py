@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from kvferry.agent.plugin.plane_thread import Event, LeaseRefused
+from kvferry.agent.plugin.settings import NotServed
 from kvferry.agent.vllm.connector_scheduler import KvferryConnectorScheduler, prompt_hash
 from kvferry.agent.vllm.kv_groups import KvGroup, groups_of
-from kvferry.agent.vllm.plane_thread import Event, LeaseRefused
-from kvferry.agent.vllm.settings import NotServed
 from kvferry.proxy.wire.registration import Incarnation, LinkUse
 from kvferry.transfer.events import NO_FAULT, LeaseEnded, PullDone, PullFailed, PullQuiescent
 from kvferry.transfer.plane import BlockRun, RemotePrompt, one_group

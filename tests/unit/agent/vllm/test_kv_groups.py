@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from kvferry.agent.plugin.settings import NotServed
 from kvferry.agent.vllm.kv_groups import LayerCache, RankShape, layer_caches
-from kvferry.agent.vllm.settings import NotServed
 from kvferry.transfer.layout import placement_of
 from tests.standins.vllm_specs import (
     FullAttentionSpec,

@@ -8,15 +8,9 @@ from typing import Any
 
 import pytest
 
+from kvferry.agent.plugin.settings import NotServed
 from kvferry.agent.vllm.identity import is_continuable
-from kvferry.agent.vllm.settings import (
-    NotServed,
-    check_served,
-    dp_rank_of,
-    read_settings,
-    role_of,
-    with_own_host,
-)
+from kvferry.agent.vllm.settings import check_served, dp_rank_of, read_settings, role_of, with_own_host
 from tests.unit.agent.vllm.configs import vllm_config
 
 

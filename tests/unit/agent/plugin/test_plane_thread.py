@@ -10,7 +10,7 @@ import select
 import time
 from multiprocessing.connection import Connection
 
-from kvferry.agent.vllm import plane_thread
+from kvferry.agent.plugin import plane_thread
 
 SPAWN = multiprocessing.get_context("spawn")
 LIMIT_S = 30.0
