@@ -39,7 +39,7 @@ Source = Sequence[str] | Mapping[str, Any]
 """Words of a command line, or data: a mapping from options to values."""
 
 GROUPS = (
-    *("Model", "Engine", "Load", "Processes", "Network", "Routing", "KV transfer"),
+    *("Model", "Engine", "Load", "Processes", "Network", "Routing", "Canary", "KV transfer"),
     *("Timeouts", "Limits", "Security", "Metrics", "Logs", "Results"),
 )
 """The groups of options, in the order of `--help`."""

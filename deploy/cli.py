@@ -30,6 +30,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "kvferry.deploy.bench.command:main",
         "send a load to servers and compare their latencies and goodput",
     ),
+    "canary": (
+        "kvferry.deploy.canary:main",
+        "compare the answers of pairs with those of one server",
+    ),
     "down": ("kvferry.deploy.ray.down:main", "end the agents that kvferry up --on ray has started"),
     "drain": ("kvferry.deploy.drain:main", "let an agent finish what it has, and end"),
     "keygen": ("kvferry.deploy.keygen:main", "make the key that proxies and agents of one cluster share"),

@@ -30,6 +30,7 @@ SETTINGS = {
 """Commands whose flags are the fields of a settings class: named, not imported, as TAB must be quick."""
 PARSERS = {
     "status": "kvferry.deploy.status:build_parser",
+    "canary": "kvferry.deploy.canary:build_parser",
     "down": "kvferry.deploy.ray.down:build_parser",
     "drain": "kvferry.deploy.drain:build_parser",
     "keygen": "kvferry.deploy.keygen:build_parser",

@@ -30,6 +30,7 @@ from kvferry.proxy.api.operator.commands import OperatorApi, PageName
 from kvferry.proxy.api.operator.pages import JSON, Page
 from kvferry.proxy.api.tokenizing import TokenizerRelay
 from kvferry.proxy.api.translations import messages
+from kvferry.proxy.canary.canary import Canary
 from kvferry.proxy.errors import (
     BodyTooLarge,
     BodyTooSlow,
@@ -68,6 +69,7 @@ def create_app(
     views: OperatorApi,
     dashboard: DashboardFeed,
     tokenizers: TokenizerRelay,
+    canary: Canary,
     api_keys: ApiKeys | None,
     browser_guard: BrowserGuard,
     cors: CorsPolicy | None,
@@ -150,6 +152,17 @@ def create_app(
     @app.post("/nodes/<path:incarnation>/drain")
     async def drain(incarnation: str) -> Response:
         return _page_response(await views.drain(Incarnation(incarnation)))
+
+    @app.get("/canary")
+    async def canary_pairs() -> Response:
+        return Response(msgspec.json.encode(canary.report()), content_type=JSON)
+
+    @app.post("/canary")
+    async def probe() -> Response:
+        report = await canary.probe(request.args.get("model"))
+        if report is None:
+            raise NotFound(404, "no pair is up that the canary can probe")
+        return Response(msgspec.json.encode(report), content_type=JSON)
 
     @app.get("/metrics")
     async def metrics() -> Response:

@@ -72,6 +72,13 @@ class ProxyConfig(HttpOptions, TraceOptions, LogOptions):
         breaker_failures: Consecutive failures that open an agent's circuit breaker.
         breaker_pause_s: Seconds before the first probe request to it; doubled after each probe that fails.
 
+    Canary:
+        canary_interval_s: Seconds between two probes, which compare the answer of a pair with that of its
+            decode agent alone. Pairs that differ get no more requests. Default: no probes but those of
+            `kvferry canary`.
+        canary_max_share: Maximum of tokens of probes, as a share of the tokens of clients' requests; the
+            first 100,000 tokens do not count.
+
     KV transfer:
         nixl_lease_s: Seconds that vLLM prefill servers with NixlConnector keep KV for its reader: their
             `kv_lease_duration`. Nothing is proven by it: decode legs that take longer are cancelled.
@@ -146,6 +153,8 @@ class ProxyConfig(HttpOptions, TraceOptions, LogOptions):
     queue_timeout_s: float = 30.0
     breaker_failures: int = 5
     breaker_pause_s: float = 1.0
+    canary_interval_s: float | None = None
+    canary_max_share: float = 0.01
     nixl_lease_s: float | None = None
     moriio_lease_s: float | None = None
     max_connections: int = 4096
@@ -188,6 +197,7 @@ class ProxyConfig(HttpOptions, TraceOptions, LogOptions):
             stream_pull_min_tokens=self.stream_pull_min_tokens or 0,
             prefix_pull_min_tokens=self.prefix_pull_min_tokens,
             queue_limit=self.queue_limit,
+            canary_max_share=self.canary_max_share,
         )
 
     def named_servers(self) -> tuple[StaticNode, ...]:

@@ -27,6 +27,7 @@ from kvferry.proxy.api.operator.commands import OperatorApi
 from kvferry.proxy.api.tokenizing import TokenizerRelay
 from kvferry.proxy.api.translations.messages import connection_error
 from kvferry.proxy.app import create_app
+from kvferry.proxy.canary.canary import Canary
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.dialects.catalogue import all_dialects
 from kvferry.proxy.dialects.fields import allowed_fields
@@ -83,6 +84,8 @@ class Services:
     api_keys: ApiKeys | None
     browser_guard: BrowserGuard
     tracing: Tracing | None
+    exchanges: ExchangeContext
+    canary: Canary
 
     def create_app(self) -> Quart:
         """Wire the application; it must not outlive `upstream`."""
@@ -92,6 +95,7 @@ class Services:
             views=self.views,
             dashboard=self.dashboard,
             tokenizers=TokenizerRelay(self.fleet, self.upstream),
+            canary=self.canary,
             api_keys=self.api_keys,
             browser_guard=self.browser_guard,
             cors=CorsPolicy(config.cors_origins) if config.cors_origins else None,
@@ -102,31 +106,8 @@ class Services:
 
     def _completions(self) -> Completions:
         config = self.config
-        context = ExchangeContext(
-            settings=ExchangeSettings(
-                queue_timeout_s=config.queue_timeout_s,
-                first_byte_timeout_s=config.first_byte_timeout_s,
-                total_timeout_s=config.total_timeout_s,
-                retries=config.retries,
-                migrations=config.migrations,
-            ),
-            fleet=self.fleet,
-            retry_budget=self.retry_budget,
-            attempts=AttemptContext(
-                upstream=self.upstream,
-                drops=self.drops,
-                dialects=all_dialects(
-                    nixl_lease_s=config.nixl_lease_s,
-                    moriio_lease_s=config.moriio_lease_s,
-                    allow_fields=allowed_fields(config.allow_fields),
-                ),
-                kv_endpoints=KvEndpointCache(),
-                expiry_counts=ExpiryCounts(self.upstream),
-                metrics=self.metrics,
-            ),
-        )
         return Completions(
-            new_exchange=partial(Exchange, context),
+            new_exchange=partial(Exchange, self.exchanges),
             max_model_len=self.fleet.max_model_len,
             share_prefixes=config.share_prefixes,
             metrics=self.metrics,
@@ -243,12 +224,14 @@ async def open_services(
     """
     async with UpstreamPool(pool_settings(config, keys.cluster)) as upstream:
         hosts = AllowedHosts(config.allowed_hosts, [config.host]) if keys.clients is None else None
+        drops = KvDrops(upstream, metrics)
+        exchanges = _exchange_context(config, fleet, upstream, drops, metrics)
         services = Services(
             config=config,
             fleet=fleet,
-            retry_budget=RetryBudget(),
+            retry_budget=exchanges.retry_budget,
             upstream=upstream,
-            drops=KvDrops(upstream, metrics),
+            drops=drops,
             metrics=metrics,
             failures=failures,
             timelines=timelines,
@@ -257,19 +240,53 @@ async def open_services(
             api_keys=keys.clients,
             browser_guard=BrowserGuard(hosts, CorsPolicy(config.cors_origins).allows),
             tracing=open_tracing(config.otlp_endpoint, {"service.name": "kvferry-proxy"}),
+            exchanges=exchanges,
+            canary=Canary(exchanges, metrics, config.canary_interval_s, config.canary_max_share),
         )
         try:
             async with asyncio.TaskGroup() as tasks:
-                watching = tasks.create_task(upstream.hang_detector.run(fleet.registry, fleet.clock))
+                watching = [
+                    tasks.create_task(upstream.hang_detector.run(fleet.registry, fleet.clock)),
+                    tasks.create_task(services.canary.run()),
+                ]
                 try:
                     yield services
                 finally:
                     services.dashboard.close()
-                    watching.cancel()
+                    for task in watching:
+                        task.cancel()
         finally:
             await services.drops.settle()
             if services.tracing is not None:
                 await services.tracing.close(FLUSH_TIMEOUT_S, stop.at_once)
+
+
+def _exchange_context(
+    config: ProxyConfig, fleet: Fleet, upstream: UpstreamPool, drops: KvDrops, metrics: Metrics
+) -> ExchangeContext:
+    return ExchangeContext(
+        settings=ExchangeSettings(
+            queue_timeout_s=config.queue_timeout_s,
+            first_byte_timeout_s=config.first_byte_timeout_s,
+            total_timeout_s=config.total_timeout_s,
+            retries=config.retries,
+            migrations=config.migrations,
+        ),
+        fleet=fleet,
+        retry_budget=RetryBudget(),
+        attempts=AttemptContext(
+            upstream=upstream,
+            drops=drops,
+            dialects=all_dialects(
+                nixl_lease_s=config.nixl_lease_s,
+                moriio_lease_s=config.moriio_lease_s,
+                allow_fields=allowed_fields(config.allow_fields),
+            ),
+            kv_endpoints=KvEndpointCache(),
+            expiry_counts=ExpiryCounts(upstream),
+            metrics=metrics,
+        ),
+    )
 
 
 @asynccontextmanager

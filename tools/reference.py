@@ -23,7 +23,7 @@ from kvferry.agent.config import AgentConfig
 from kvferry.agent.messages.requests import Stats
 from kvferry.agent.vllm.launch import VllmEngineConfig
 from kvferry.common.options import options_of
-from kvferry.deploy import completion, drain, keygen, status
+from kvferry.deploy import canary, completion, drain, keygen, status
 from kvferry.deploy.bench.config import BenchConfig
 from kvferry.deploy.cli import COMMANDS
 from kvferry.deploy.doctor import command as doctor
@@ -64,6 +64,7 @@ OPEN_LABELS = ("model_name", "agent", "backend", "version", "python")
 PARSERS = {
     "kvferry status": status.build_parser,
     "kvferry down": down.build_parser,
+    "kvferry canary": canary.build_parser,
     "kvferry drain": drain.build_parser,
     "kvferry keygen": keygen.build_parser,
     "kvferry doctor": doctor.build_parser,

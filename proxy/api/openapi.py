@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from kvferry.proxy.canary.pair_record import CanaryReport, ProbeReport
 from kvferry.proxy.request import MAX_CHOICES, MAX_MODEL_CHARS, ChatRequest, CompletionRequest, Message
 from kvferry.proxy.sse import CONTENT_TYPE
 
@@ -202,6 +203,8 @@ RESPONSES = (
     EventView,
     NodeList,
     TargetGroup,
+    CanaryReport,
+    ProbeReport,
 )
 _FAILURES = {
     "400": "The request is invalid.",
@@ -280,6 +283,10 @@ def document(version: str) -> dict[str, Any]:
             },
             "/nodes/{incarnation}/uncordon": {"post": _cordoning("Uncordon an agent")},
             "/nodes/{incarnation}/drain": {"post": _draining()},
+            "/canary": {
+                "get": _page("Show how the answers of each pair compare", "CanaryReport"),
+                "post": _probing(),
+            },
             "/metrics": {
                 "get": _operation("Metrics in Prometheus' text format", {"200": _text("text/plain")})
             },
@@ -423,6 +430,13 @@ def _draining() -> dict[str, Any]:
         "409": _error("The proxy cannot drain this agent."),
     }
     return _of_agent("Drain an agent: it finishes what it has, and stops", responses)
+
+
+def _probing() -> dict[str, Any]:
+    responses = {"200": _json(_ref("ProbeReport")), "404": _error("No pair is up that can be probed.")}
+    parameter = {"name": "model", "in": "query", "required": False, "schema": _TEXT}
+    summary = "Compare the answer of a pair with that of its decode server alone; pairs take turns"
+    return {**_operation(summary, responses), "parameters": [parameter]}
 
 
 def _of_agent(summary: str, responses: dict[str, Any]) -> dict[str, Any]:

@@ -42,7 +42,7 @@ from kvferry.proxy.exchange.legs import Legs, ResponseSink
 from kvferry.proxy.exchange.poison import PoisonCheck
 from kvferry.proxy.fleet.admission import Reservation
 from kvferry.proxy.fleet.fleet import AcquireRequest, Fleet
-from kvferry.proxy.fleet.routing.routing_request import NO_AGENTS, Pair, routing_request
+from kvferry.proxy.fleet.routing.routing_request import NO_AGENTS, Pair, PinnedPair, routing_request
 from kvferry.proxy.fleet.snapshot import NoPair
 from kvferry.proxy.http.pool import now
 from kvferry.proxy.ids import Identity
@@ -144,10 +144,19 @@ class ExchangeContext:
 
 
 class Exchange:
-    """Serves one client request. Call `run` once."""
+    """Serves one client request. Call `run` once.
+
+    Args:
+        pinned: The pair that is to serve it; None lets the router choose.
+    """
 
     def __init__(
-        self, context: ExchangeContext, request: ClientRequest, ids: Identity, log: RequestLog
+        self,
+        context: ExchangeContext,
+        request: ClientRequest,
+        ids: Identity,
+        log: RequestLog,
+        pinned: PinnedPair | None = None,
     ) -> None:
         settings, attempts = context.settings, context.attempts
         self._context = context
@@ -172,6 +181,7 @@ class Exchange:
         sent = [SentTokens(request.n) for _ in range(request.prompts)]
         self._state = RequestState(request=request, ids=ids, log=log, legs=legs, sent=sent)
         self._exclude = NO_AGENTS
+        self._pinned = pinned
         self._must_match: Register | None = None
         """An agent from which the client has tokens: others must go on with that very response."""
 
@@ -231,6 +241,7 @@ class Exchange:
                     by=by,
                     exclude=self._exclude,
                     must_match=self._must_match,
+                    pinned=self._pinned,
                 )
             )
         finally:

@@ -24,9 +24,9 @@ from kvferry.proxy.fleet.registry import Registry
 from kvferry.proxy.fleet.routing.candidates import Loads, Slots, not_served
 from kvferry.proxy.fleet.routing.policy import PolicyName
 from kvferry.proxy.fleet.routing.router import Decision, Router, Turns, make_policy
-from kvferry.proxy.fleet.routing.routing_request import NO_AGENTS, Pair, RoutingRequest
+from kvferry.proxy.fleet.routing.routing_request import NO_AGENTS, Pair, PinnedPair, RoutingRequest
 from kvferry.proxy.fleet.scaling import AgentLoad, ScalingSignals, Signals
-from kvferry.proxy.fleet.snapshot import NoPair, Snapshot, alike
+from kvferry.proxy.fleet.snapshot import NodeState, NoPair, Snapshot, alike
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.wire.registration import Bye, Incarnation, Register
 
@@ -73,12 +73,14 @@ class AcquireRequest(msgspec.Struct, frozen=True, kw_only=True):
         by: Deadline of the wait, on the event loop's clock.
         exclude: Agents that have just failed this request; not empty for a retry, which goes before others.
         must_match: An agent from which the client has tokens: the pair must sample the same ones.
+        pinned: The agents that are to serve it: policies, limits and the canary's findings do not count.
     """
 
     routing_request: RoutingRequest
     by: float
     exclude: frozenset[Incarnation] = NO_AGENTS
     must_match: Register | None = None
+    pinned: PinnedPair | None = None
 
 
 class Fleet:
@@ -124,7 +126,7 @@ class Fleet:
 
         Raises `Overloaded` when too many wait or it waited too long.
         """
-        if not request.exclude and request.must_match is None:
+        if not request.exclude and request.must_match is None and request.pinned is None:
             asked = request.routing_request
             self._scaling.arrived(asked.model, asked.prompts, asked.decoded_sequences)
         return self._acquire(request) if self.clock() >= self._settled_at else self._acquire_early(request)
@@ -205,6 +207,8 @@ class Fleet:
 
     def _route(self, request: AcquireRequest) -> Pair | NoPair:
         snapshot = self.registry.snapshot()
+        if request.pinned is not None:
+            return self._pinned(snapshot, request.routing_request, request.pinned)
         if request.must_match is not None:
             snapshot = alike(snapshot, request.must_match)
         # An agent alone would begin again with token 1, which the client may have by now.
@@ -222,6 +226,16 @@ class Fleet:
         pair = chosen.pair
         self.registry.attempt_started({pair.prefill.info.incarnation, pair.decode.info.incarnation})
         return pair
+
+    def _pinned(self, snapshot: Snapshot, request: RoutingRequest, pinned: PinnedPair) -> Pair | NoPair:
+        ready = {node.incarnation: node for node in snapshot.nodes if node.state is NodeState.READY}
+        prefill, decode = ready.get(pinned.prefill), ready.get(pinned.decode)
+        if prefill is None:
+            return NoPair.NO_PREFILL
+        if decode is None:
+            return NoPair.NO_DECODE
+        self.registry.attempt_started({pinned.prefill, pinned.decode})
+        return Pair(prefill, decode, prefill is not decode and self.router.streams(prefill, decode, request))
 
 
 def note_model(metrics: Metrics, update: Register | Bye) -> None:

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from operator import attrgetter
 from typing import Literal, NamedTuple
 
 from kvferry.proxy.wire.dialects import DIALECTS, NATIVE_DIALECT, serves_alone
-from kvferry.proxy.wire.registration import Register, Versions, common_version
+from kvferry.proxy.wire.registration import Incarnation, Register, Versions, common_version
 
 Leg = Literal["prefill", "decode"]
 
@@ -35,6 +35,8 @@ class Mismatch(enum.StrEnum):
     VERSION = "no version of the control channel in common"
     HANDSHAKE = "rejected by the decode agent in their handshake"
     TRANSFER = "no transfer in common that works between them"
+    CANARY = "their answers differ from those of the decode agent alone"
+    """Found by the canary (`proxy.canary`)."""
 
 
 class Terms(NamedTuple):
@@ -168,7 +170,7 @@ class _Side:
         """By agent: those of the other side between whose kind and its own there is no `difference`."""
         self.partners: dict[int, tuple[int, ...]] = {}
         self.rejections: dict[int, frozenset[int]] = {}
-        """By agent: those of the other side that are apart from it since their handshake."""
+        """By agent: those of the other side that their handshake, or the canary, keeps apart from it."""
 
 
 class Pairing:
@@ -176,10 +178,15 @@ class Pairing:
 
     Args:
         infos: The latest registrations, in the snapshot's order.
+        pairs_out: Prefill and decode agents that fit each other, and are kept apart by the canary.
     """
 
-    def __init__(self, infos: Sequence[Register]) -> None:
+    def __init__(
+        self, infos: Sequence[Register], pairs_out: Set[tuple[Incarnation, Incarnation]] = frozenset()
+    ) -> None:
         self._infos = infos
+        self.pairs_out = pairs_out
+        """To be read only."""
         numbers: dict[Kind, int] = {}
         kind_of = [numbers.setdefault(kind, len(numbers)) for kind in map(Kind.of, infos)]
         kinds = list(numbers)
@@ -205,14 +212,21 @@ class Pairing:
         """
         return self._sides[leg].partners[agent]
 
+    def fitting(self, agent: int, leg: Leg) -> Sequence[int]:
+        """Return the agents whose kind fits that of `agent`, which serves `leg`; `why` knows of each."""
+        return self._sides[leg].fitting[agent]
+
     def serves_alone(self, agent: int) -> bool:
         """Return whether the agent can serve both legs of a request."""
         info = self._infos[agent]
         return info.role == "both" and serves_alone(info.dialect, "decode")
 
     def why(self, prefill: int, decode: int) -> Mismatch | None:
-        """Return what `mismatch` returns of the two."""
-        return _mismatch(self._infos[prefill], self._infos[decode], self._difference(prefill, decode))
+        """Return what `mismatch` returns of the two, or that the canary keeps them apart."""
+        ours, theirs = self._infos[prefill], self._infos[decode]
+        why = _mismatch(ours, theirs, self._difference(prefill, decode))
+        is_out = (ours.incarnation, theirs.incarnation) in self.pairs_out
+        return Mismatch.CANARY if why is None and is_out else why
 
     def misfits(self, prefills: Iterable[int], decodes: Iterable[int]) -> Iterator[tuple[int, int, Mismatch]]:
         """Yield every two of these of one model that cannot serve together, by prefill agent."""
@@ -285,17 +299,17 @@ class Pairing:
         )
 
     def _note_rejections(self) -> None:
-        if not any(info.refusals for info in self._infos):
+        if not self.pairs_out and not any(info.refusals for info in self._infos):
             return
         known: dict[str, int] = {info.incarnation: agent for agent, info in enumerate(self._infos)}
-        rejected_by: dict[int, set[int]] = {}
-        for decode, info in enumerate(self._infos):
-            rejected = {known[each] for each in info.refusals if each in known}
-            if rejected:
-                self._sides["decode"].rejections[decode] = frozenset(rejected)
-            for prefill in rejected:
-                rejected_by.setdefault(prefill, set()).add(decode)
-        self._sides["prefill"].rejections = {key: frozenset(each) for key, each in rejected_by.items()}
+        rejections: dict[Leg, dict[int, set[int]]] = {"prefill": {}, "decode": {}}
+        handshakes = ((prefill, info.incarnation) for info in self._infos for prefill in info.refusals)
+        for ours, theirs in (*handshakes, *self.pairs_out):
+            if ours in known and theirs in known:
+                rejections["prefill"].setdefault(known[ours], set()).add(known[theirs])
+                rejections["decode"].setdefault(known[theirs], set()).add(known[ours])
+        for leg, by_agent in rejections.items():
+            self._sides[leg].rejections = {agent: frozenset(each) for agent, each in by_agent.items()}
 
     def _match(self, leg: Leg, other: Leg, kinds: Sequence[Kind]) -> None:
         """Find the partners of all agents, by what their kinds have in common and not by comparing them."""

@@ -180,6 +180,8 @@ class Registry:
         self._departed: OrderedDict[Incarnation, DepartedAgent] = OrderedDict()
         """Agents that are gone, the latest last."""
         self._models: dict[str, float] = {}
+        self._pairs_out: set[tuple[Incarnation, Incarnation]] = set()
+        """Prefill and decode agents that the canary keeps apart."""
         self._lost: dict[str, int] = dict.fromkeys(ROLES, 0)
         self._swept_at = float("-inf")
         self._running_at: float | None = None
@@ -319,6 +321,18 @@ class Registry:
         self._cache.stale.add(incarnation)
         return True
 
+    def keep_apart(self, prefill: Incarnation, decode: Incarnation, out: bool, detail: str) -> None:
+        """Take a pair out of rotation, or put it back: what the canary has found. `detail`: for operators."""
+        first, second = self._records.get(prefill), self._records.get(decode)
+        if first is None or second is None or ((prefill, decode) in self._pairs_out) == out:
+            return
+        (self._pairs_out.add if out else self._pairs_out.discard)((prefill, decode))
+        self._cache.terms_changed()
+        kind = EventKind.PAIR_OUT if out else EventKind.PAIR_BACK
+        self._note(kind, second.info, f"{first.info.name or first.info.location}: {detail}")
+        level = logging.ERROR if out else logging.INFO
+        logger.log(level, "canary: %s with %s: %s: %s", prefill, decode, kind.value.replace("_", " "), detail)
+
     def drain(self, incarnation: Incarnation) -> bool | None:
         """Take the agents of its server out of rotation for good: acks ask them to drain from now on.
 
@@ -421,7 +435,7 @@ class Registry:
         if last is None or self._models.keys() != last.models:
             names = last.models if last and self._models.keys() == last.models else frozenset(self._models)
             if cache.pairing is None:
-                cache.pairing = Pairing([node.info for node in cache.nodes])
+                cache.pairing = Pairing([node.info for node in cache.nodes], frozenset(self._pairs_out))
             cache.number += 1
             changed, cache.changed = frozenset(cache.changed), set()
             cache.snapshot = last = Snapshot(tuple(cache.nodes), cache.pairing, names, cache.number, changed)
@@ -668,6 +682,7 @@ class Registry:
         self._departed[incarnation] = DepartedAgent(record.served_at, _place(record.info), heard_at)
         if len(self._departed) > MAX_RETIRED:
             self._departed.popitem(last=False)
+        self._pairs_out = {pair for pair in self._pairs_out if incarnation not in pair}
         self._cache.order_changed()
         logger.info("agent %s at %s %s", incarnation, record.info.location, why)
         self._call_watchers(incarnation)

@@ -41,13 +41,22 @@ class EventKind(enum.StrEnum):
     BREAKER_CLOSED = "breaker_closed"
     PAIRING_REFUSED = "pairing_refused"
     """It found that it can never read another one's KV."""
+    PAIR_OUT = "pair_out"
+    """The canary found that it and a prefill agent answer otherwise than it does alone."""
+    PAIR_BACK = "pair_back"
     PING_REJECTED = "ping_rejected"
     WORKER_ENDED = "worker_ended"
     """A process of the proxy ended by itself and is replaced."""
 
 
 SEEN_BY_WORKERS = frozenset(
-    {EventKind.CONNECTION_REFUSED, EventKind.BREAKER_OPENED, EventKind.BREAKER_CLOSED}
+    {
+        EventKind.CONNECTION_REFUSED,
+        EventKind.BREAKER_OPENED,
+        EventKind.BREAKER_CLOSED,
+        EventKind.PAIR_OUT,
+        EventKind.PAIR_BACK,
+    }
 )
 """What a process that serves requests finds out when it uses an agent; all else pings show."""
 

@@ -371,6 +371,18 @@ class Metrics:
             "Requests given to a decode agent alone because no prefill agent was ready.",
             registry=registry,
         )
+        self.canary_probes = Counter(
+            "kvferry_proxy_canary_probes",
+            "Comparisons of a pair's answer with that of its decode agent alone, by verdict. different: "
+            "wrong tokens or logprobs; learning: the tolerance is not known yet; failed: no answer.",
+            ["verdict"],
+            registry=registry,
+        )
+        self.canary_tokens = Counter(
+            "kvferry_proxy_canary_tokens",
+            "Tokens of the canary's probes, prompts included. They are not part of the tokens of requests.",
+            registry=registry,
+        )
         self.retries = Counter(
             "kvferry_proxy_retries",
             "Requests sent to another pair of agents after one agent failed, by the leg that failed.",
@@ -494,6 +506,14 @@ class Metrics:
         """Count a request that has ended; `model` is that of its `ModelMetrics`."""
         self.of_model(model).counts.add(status)
         self.requests.add((api, model, str(status)), 1)
+
+    def num_client_tokens(self) -> int:
+        """Return how many tokens clients' requests have used, prompts included."""
+        return sum(
+            each
+            for counter in (self.prompt_tokens, self.generation_tokens)
+            for each in counter.counts().values()
+        )
 
     def totals(self) -> Totals:
         """Return what has been counted up to now."""

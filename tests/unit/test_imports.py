@@ -38,7 +38,15 @@ def _rooms() -> dict[str, set[str]]:
     # Above the fleet, unlike the rest of its room.
     records = {"proxy.telemetry.request_log", "proxy.telemetry.collectors"}
     exchange = {*fleet, *records, "proxy.http", "proxy.dialects", "proxy.exchange"}
-    parts = {*exchange, "proxy.api", "proxy.api.operator", "proxy.api.translations", "proxy.discovery"}
+    canary = {"proxy.canary", "proxy.canary.pair_record"}
+    parts = {
+        *exchange,
+        *canary,
+        "proxy.api",
+        "proxy.api.operator",
+        "proxy.api.translations",
+        "proxy.discovery",
+    }
     rooms = {
         "common": set(),
         "common.telemetry": {"common"},
@@ -57,7 +65,9 @@ def _rooms() -> dict[str, set[str]]:
         "proxy.telemetry.collectors": fleet,
         "proxy.discovery": {*fleet, "proxy.dialects"},
         "proxy.exchange": exchange,
-        "proxy.api": {*exchange, "proxy.api.operator", "proxy.api.translations"},
+        "proxy.canary.pair_record": set(),
+        "proxy.canary": {*exchange, "proxy.canary.pair_record"},
+        "proxy.api": {*exchange, "proxy.api.operator", "proxy.api.translations", "proxy.canary.pair_record"},
         "proxy.api.operator": {*fleet, *records},
         "proxy.api.translations": texts,
         "proxy.config": parts,

@@ -452,8 +452,17 @@ def not_served(snapshot: Snapshot, model: str, *, decode_only: bool, split_min_t
     none can. See `FleetSettings`.
     """
     reason = no_pair(snapshot, model)
-    may_be_alone = split_min_tokens > 0 or (decode_only and reason is NoPair.NO_PREFILL)
+    may_be_alone = split_min_tokens > 0 or (decode_only and is_decode_only(snapshot, model, reason))
     return None if may_be_alone and any_serves_alone(snapshot, model, "decode") else reason
+
+
+def is_decode_only(snapshot: Snapshot, model: str, reason: object) -> bool:
+    """Return whether decode agents should serve alone where, for this `reason` (`NoPair`), there is no pair:
+    no prefill agent is ready, or the canary has taken out pairs.
+    """
+    if reason is NoPair.NO_PREFILL:
+        return not in_rotation(snapshot, model, "prefill")
+    return reason is NoPair.INCOMPATIBLE and bool(snapshot.pairing.pairs_out)
 
 
 def any_serves_alone(snapshot: Snapshot, model: str, leg: Leg) -> bool:

@@ -15,7 +15,7 @@ from kvferry.proxy.fleet.routing.candidates import (
     CandidateIndex,
     Loads,
     any_serves_alone,
-    in_rotation,
+    is_decode_only,
     no_pair,
     unknown_model,
 )
@@ -112,12 +112,11 @@ class Router:
 
         Agents in `exclude` (they just failed this request) are chosen only if no others are left. With
         `apart`, no agent is paired with itself. With `decode_only`, a decode agent serves alone where no
-        prefill agent is ready.
+        prefill agent is ready, or the canary has taken out all pairs.
         """
         for agents in (_without(snapshot, exclude), snapshot) if exclude else (snapshot,):
             chosen = self._choose(agents, request, turns, apart)
-            may_be_alone = chosen is NoPair.NO_PREFILL and decode_only and not apart
-            if may_be_alone and not in_rotation(snapshot, request.model, "prefill"):
+            if decode_only and not apart and is_decode_only(snapshot, request.model, chosen):
                 chosen = self._choose_decode_only(agents, request, turns)
             if isinstance(chosen, Decision) or chosen is NoPair.FULL:
                 return chosen
@@ -139,6 +138,10 @@ class Router:
         self._policies["decode"].note(pair.decode, request)
         if self._prefix_lenders is not None:
             self._prefix_lenders.note(pair.decode, request)
+
+    def streams(self, prefill: Node, decode: Node, request: RoutingRequest) -> bool:
+        """Return whether the pair should move the prompt's KV while it is computed."""
+        return _has_spare_room(decode) and self._is_long(request, prefill)
 
     def _choose(
         self, snapshot: Snapshot, request: RoutingRequest, turns: Turns, apart: bool
@@ -180,7 +183,7 @@ class Router:
         partners = index.partners(prefill, request.n, apart=apart)
         skewed = _skewed(turn, len(prefills), len(partners))
         decode = self._policies["decode"].pick(partners, request, skewed)
-        streamed = _has_spare_room(decode) and self._is_long(request, prefill)
+        streamed = self.streams(prefill, decode, request)
         lenders = self._prefix_lenders
         lender = None if lenders is None else lenders.best(partners, prefill, request)
         return Decision(Pair(prefill, decode, streamed, lender))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -119,6 +119,13 @@ def routing_request(request: ClientRequest, session: str | None) -> RoutingReque
         session=session,
         cache_salt=bytes(request.cache_salt),
     )
+
+
+class PinnedPair(NamedTuple):
+    """Two agents that are to serve a request, whatever the policies say; one agent twice: it alone."""
+
+    prefill: Incarnation
+    decode: Incarnation
 
 
 class PrefixLender(msgspec.Struct, frozen=True):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m tests.standins.faults.agent`: `kvferry agent` with `--tcp-fault` and `--control-fault`."""
+"""`python -m tests.standins.faults.agent`: `kvferry agent` with the flags of `faults`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ from tests.standins.faults.tcp import parse_fault
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    parser.add_argument("--kv-fault")
     parser.add_argument("--tcp-fault")
     parser.add_argument("--control-fault")
     options, rest = parser.parse_known_args(argv)
+    if options.kv_fault is not None:
+        os.environ[faults.KV_FAULT] = options.kv_fault
     if options.tcp_fault is not None:
         parse_fault(options.tcp_fault)
         os.environ[faults.TCP_FAULT] = options.tcp_fault

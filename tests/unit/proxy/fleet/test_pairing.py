@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from kvferry.proxy.fleet import pairing
 from kvferry.proxy.fleet.circuit_breaker import BreakerState
 from kvferry.proxy.fleet.fleet import AcquireRequest, Fleet, FleetSettings
-from kvferry.proxy.fleet.pairing import Kind, Matching, Mismatch, difference, mismatch, reason
+from kvferry.proxy.fleet.pairing import Kind, Matching, Mismatch, Pairing, difference, mismatch, reason
 from kvferry.proxy.fleet.registry import STALL_S, SnapshotCache
 from kvferry.proxy.fleet.routing.candidates import Loads, Slots, no_pair
 from kvferry.proxy.fleet.routing.router import Decision, make_policy
@@ -67,6 +67,30 @@ def fleets(draw: st.DrawFn) -> Snapshot:
         for node, (_, state) in zip(made.nodes, agents, strict=True)
     )
     return replace(made, nodes=nodes)
+
+
+@given(agents=fleets(), data=st.data())
+def test_pairs_that_the_canary_has_taken_out_are_apart(agents: Snapshot, data: st.DataObject) -> None:
+    infos = [node.info for node in agents.nodes]
+    names = st.sampled_from([info.incarnation for info in infos] or [Incarnation("gone")])
+    drawn = data.draw(st.frozensets(st.tuples(names, names), max_size=3))
+    out = {(prefill, decode) for prefill, decode in drawn if prefill != decode}
+    before, after = Pairing(infos), Pairing(infos, out)
+    for ours, prefill in enumerate(infos):
+        if prefill.role not in ("prefill", "both"):
+            continue
+        expected = [
+            each
+            for each in before.partners(ours, "prefill")
+            if (prefill.incarnation, infos[each].incarnation) not in out
+        ]
+        assert list(after.partners(ours, "prefill")) == expected
+        for theirs in before.partners(ours, "prefill"):
+            why = None if theirs in expected else Mismatch.CANARY
+            assert theirs == ours or after.why(ours, theirs) is why
+    every = replace(agents, pairing=after)
+    listed = Counter(pair.why for pair in incompatible_pairs(every))
+    assert count_incompatible(every) == listed
 
 
 def fitting(agents: Snapshot, model: str, apart: bool) -> dict[str, list[str]]:
@@ -193,9 +217,9 @@ class Work:
 
         made = pairing.Pairing.__init__
 
-        def counted_init(this: pairing.Pairing, infos: Any) -> None:
+        def counted_init(this: pairing.Pairing, *arguments: Any) -> None:
             self.regroupings += 1
-            made(this, infos)
+            made(this, *arguments)
 
         monkeypatch.setattr(pairing, "difference", counted)
         monkeypatch.setattr(pairing.Pairing, "__init__", counted_init)
