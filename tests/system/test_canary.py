@@ -21,10 +21,10 @@ from tests.standins.faults.kv import BLOCKS_PER_BAD_BYTE, KvFault
 from tests.system.conftest import MODEL
 
 ARGS = ("--threads", "1", "--transfer", "tcp")
-TO_FIND = 4
+TO_FIND = 3
 """Probes of a pair until it is out, at most: each of these faults changes nearly every answer."""
 OUT_REASON = "their answers differ from those of the decode agent alone"
-SMALL_FAULTS: tuple[KvFault, ...] = ("zero_layer", "stale")
+SMALL_FAULTS: tuple[KvFault, ...] = ("stale",)
 FULL_FAULTS: tuple[KvFault, ...] = ("zero_layer", "swap_kv", "rope", "stale", "late_rank")
 
 
@@ -71,6 +71,7 @@ async def not_paired(url: str) -> dict[str, str | None]:
         return {node["name"]: node["not_paired"] for node in (await response.json())["nodes"]}
 
 
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     "wrong", [SMALL_FAULTS, pytest.param(FULL_FAULTS, marks=pytest.mark.full)], ids=["small", "full"]
 )
@@ -85,33 +86,35 @@ async def test_agents_with_wrong_kv_are_found_and_get_no_more_requests(
         assert {name: each["state"] for name, each in found.items()} == dict.fromkeys(map(str, wrong), "out")
         assert states.pop("right-0") is states.pop("decode") is None
         assert states == dict.fromkeys(map(str, wrong), OUT_REASON)
-        prompts = heldout(12)
-        bodies = [
-            {"model": "ferry-tiny", "prompt": each.prompt, "temperature": 0, "max_tokens": 16}
-            for each in prompts
-        ]
-        for prompt, answer in zip(
-            prompts, await complete_all(running.url, bodies, concurrency=4), strict=True
-        ):
-            assert isinstance(answer, Answer), answer
-            assert answer.choices[0].text == prompt.answer
-
-
-async def test_without_another_pair_decode_agents_serve_alone(log_dir: Path) -> None:
-    """And `kvferry canary` says what is wrong; then it is not an outage, and not wrong tokens either."""
-    async with cluster(log_dir, ("zero_layer",), 0) as running:
-        words = ("canary", running.url, "--probes", f"{LEARN_FIRST + 2}")
-        command = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "kvferry.deploy", *words), stdout=asyncio.subprocess.PIPE
-        )
-        shown, _ = await command.communicate()
-        assert command.returncode == 1 and "different (out)" in shown.decode(), shown
+        await assert_right(running.url)
+        if wrong is not SMALL_FAULTS:
+            return
+        # Without another pair the decode agent serves alone: that is no outage, and no wrong tokens.
+        await cordon(running.url, "right-0")
         async with aiohttp.ClientSession() as http, http.get(f"{running.url}/ready") as response:
-            assert response.status == 200
-        [prompt] = heldout(1)
-        body = {"model": "ferry-tiny", "prompt": prompt.prompt, "temperature": 0, "max_tokens": 16}
-        [answer] = await complete_all(running.url, [body], concurrency=1)
-        assert isinstance(answer, Answer) and answer.choices[0].text == prompt.answer, answer
+            assert response.status == 200, await response.text()
+        await assert_right(running.url)
+        words = ("-m", "kvferry.deploy", "canary", running.url, "--probes", "2")
+        command = await asyncio.create_subprocess_exec(sys.executable, *words, stdout=asyncio.subprocess.PIPE)
+        shown, _ = await command.communicate()
+        assert command.returncode == 1 and b"different (out)" in shown, shown
+
+
+async def assert_right(url: str) -> None:
+    prompts = heldout(6)
+    bodies: list[dict[str, Any]] = [
+        {"model": "ferry-tiny", "prompt": each.prompt, "temperature": 0, "max_tokens": 16} for each in prompts
+    ]
+    for prompt, answer in zip(prompts, await complete_all(url, bodies, concurrency=4), strict=True):
+        assert isinstance(answer, Answer), answer
+        assert answer.choices[0].text == prompt.answer
+
+
+async def cordon(url: str, name: str) -> None:
+    async with aiohttp.ClientSession() as http, http.get(f"{url}/nodes") as response:
+        [node] = [each for each in (await response.json())["nodes"] if each["name"] == name]
+        async with http.post(f"{url}/nodes/{node['incarnation']}/cordon") as done:
+            assert done.status == 200, await done.text()
 
 
 @pytest.mark.full
