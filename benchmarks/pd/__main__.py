@@ -21,7 +21,7 @@ import aiohttp
 
 from benchmarks.pd.check import late_readers, same_answers
 from benchmarks.pd.decode_steps import decode_steps
-from benchmarks.pd.fleet import Running, Setup, System, kv_moved, running, vllm_router
+from benchmarks.pd.fleet import KINDS, Running, Setup, System, kv_moved, running, vllm_router
 from benchmarks.pd.load import Seen, handovers, offer, read_log, summary, write_rows
 from benchmarks.pd.report import facts, write_report
 from benchmarks.pd.timeline import timeline
@@ -33,7 +33,7 @@ WARM_UP = (1.0, 5.0)
 """Requests a second, and seconds."""
 Found = dict[str, dict[str, Any]]
 """The figures of a step, by run or system. A step that breaks off leaves what it has found."""
-SYSTEMS = ["kvferry-cuda_ipc", "nixl", "together", "kvferry-nixl"]
+SYSTEMS = ["kvferry-cuda_ipc", "by-hand", "auto", "auto-both", "nixl", "together", "kvferry-nixl"]
 
 
 def main() -> int:
@@ -87,10 +87,10 @@ async def _load(setup: Setup, options: argparse.Namespace, found: Found) -> None
     for system in options.systems:
         try:
             async with running(system, setup) as fleet:
-                await load.offer(system, fleet, fleet.url)
+                await load.offer(system, system, fleet, fleet.url)
                 if system == "nixl" and setup.router:
                     async with vllm_router(setup, fleet.servers) as url:
-                        await load.offer("nixl, vllm-router", fleet, url)
+                        await load.offer("nixl, vllm-router", system, fleet, url)
         except* (AssertionError, TimeoutError, LaunchError) as errors:
             print(f"{system}: left out: {errors.exceptions}", flush=True)
 
@@ -104,20 +104,19 @@ class _Load:
         self._found = found
         self._rows: dict[str, list[Seen]] = {}
 
-    async def offer(self, name: str, fleet: Running, url: str) -> None:
-        """All rates, one after the other, at a URL of a system."""
+    async def offer(self, name: str, system: System, fleet: Running, url: str) -> None:
+        """All rates, one after the other, at a URL of a system. `name`: of the runs."""
         vocabulary = _vocabulary(self._setup)
         await offer(url, *WARM_UP, vocabulary, seed=0)
         for rate in self._options.rates:
             run = f"{name} at {rate:g}/s"
-            connector = name.partition("-")[0].partition(",")[0]
+            connector = KINDS[system].connector
             since = fleet.proxy_log.stat().st_size if fleet.proxy_log else 0
-            pair = connector in ("kvferry", "nixl")
-            before = await kv_moved(connector, fleet.servers[1]) if pair else None
+            before = None if connector is None else await kv_moved(connector, fleet.servers[1])
             seen = await offer(url, rate, self._options.seconds, vocabulary)
             logged = read_log(fleet.proxy_log, since) if fleet.proxy_log else []
             self._found[run] = figures = summary(seen, handovers(name, seen, logged))
-            if before is not None:
+            if before is not None and connector is not None:
                 figures["kv"] = (await kv_moved(connector, fleet.servers[1])).since(before)
             print(f"{run}: {json.dumps(figures)}", flush=True)
             self._rows[run] = seen

@@ -6,11 +6,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 import aiohttp
 
@@ -26,9 +27,23 @@ ROOT = Path(__file__).parents[2]
 TIMELINE_VARIABLE = "KVFERRY_BENCH_TIMELINE"
 """Names the file to which `timed_connector` writes."""
 
-System = Literal["kvferry-cuda_ipc", "kvferry-nixl", "kvferry-tcp", "nixl", "together", "plain"]
-"""`kvferry-…` are pairs with our connector over that backend, `nixl` is a pair with vLLM's NixlConnector,
-`together` two servers that take whole requests in turn, and `plain` one alone, without a proxy."""
+System = Literal[
+    "kvferry-cuda_ipc",
+    "kvferry-nixl",
+    "kvferry-tcp",
+    "by-hand",
+    "auto",
+    "auto-both",
+    "nixl",
+    "together",
+    "plain",
+]
+"""`kvferry-…` are pairs with our connector over that backend that serve every request, `nixl` is a pair with
+vLLM's NixlConnector, `together` two servers that take whole requests in turn, and `plain` one alone, without
+a proxy. The others use `cuda_ipc`: with `by-hand` the decode server alone serves prompts under 512 tokens,
+with `auto` the proxy chooses for each request, with `auto-both` of two servers that can do both."""
+_PAIR, _BOTH = ("kv_producer", "kv_consumer"), ("kv_both", "kv_both")
+_EVERY_PROMPT = ("--split-min-tokens", "0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +74,34 @@ class Setup:
     log_dir: Path
 
 
+class Kind(NamedTuple):
+    """What a system is made of.
+
+    `connector`: whose counters tell what was moved; None: nothing is. `transfer`: a backend of ours, if it is
+    ours. `roles`: vLLM's `kv_role` of both servers. `words`: flags of the proxy.
+    """
+
+    connector: Literal["kvferry", "nixl"] | None
+    transfer: str = "cuda_ipc"
+    roles: tuple[str, str] = _PAIR
+    words: tuple[str, ...] = ()
+
+
+KINDS: Mapping[System, Kind] = MappingProxyType(
+    {
+        "kvferry-cuda_ipc": Kind("kvferry", words=_EVERY_PROMPT),
+        "kvferry-nixl": Kind("kvferry", "nixl", words=_EVERY_PROMPT),
+        "kvferry-tcp": Kind("kvferry", "tcp", words=_EVERY_PROMPT),
+        "by-hand": Kind("kvferry", words=("--split-min-tokens", "512")),
+        "auto": Kind("kvferry"),
+        "auto-both": Kind("kvferry", roles=_BOTH),
+        "nixl": Kind("nixl", words=("--dialect", "vllm-nixl", *_EVERY_PROMPT)),
+        "together": Kind(None, "tcp", _BOTH, ("--split-min-tokens", "1000000000")),
+        "plain": Kind(None),
+    }
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Running:
     """A system that serves.
@@ -86,11 +129,9 @@ async def running(system: System, setup: Setup) -> AsyncIterator[Running]:
             yield Running(_url(port), (_url(port),), (pid,), None)
             return
         ports = free_port(), free_port()
-        words = ["--decode-only-fallback", "false"]
+        words = ["--decode-only-fallback", "false", *KINDS[system].words]
         if system == "nixl":
-            words += ["--dialect", "vllm-nixl", "--prefill", _url(ports[0]), "--decode", _url(ports[1])]
-        elif system == "together":
-            words += ["--split-min-tokens", "1000000000"]
+            words += ["--prefill", _url(ports[0]), "--decode", _url(ports[1])]
         proxy = await start_process("proxy", (*PROXY, *words), setup.log_dir)
         stack.push_async_callback(proxy.stop)
         pids = await _start_servers(stack, system, setup, ports, proxy.listening["discovery_port"])
@@ -102,11 +143,10 @@ async def _start_servers(
     stack: AsyncExitStack, system: System, setup: Setup, ports: tuple[int, int], discovery_port: int
 ) -> tuple[int, ...]:
     """Their process ids, once both serve."""
-    roles = ("kv_both", "kv_both") if system == "together" else ("kv_producer", "kv_consumer")
     arguments = (setup.prefill_arguments, setup.decode_arguments)
     servers = []
     for name, role, words, port, gpu in zip(
-        ("prefill", "decode"), roles, arguments, ports, setup.gpus, strict=True
+        ("prefill", "decode"), KINDS[system].roles, arguments, ports, setup.gpus, strict=True
     ):
         transfer = _transfer(system, role, setup, _url(port), f"127.0.0.1:{discovery_port}")
         own = replace(setup, arguments=(*setup.arguments, *words))
@@ -150,7 +190,7 @@ def _transfer(system: System, role: str, setup: Setup, url: str, discovery: str)
         "advertise_url": url,
         "proxy": [discovery],
         "control_port": 0,
-        "transfer": "tcp" if system == "together" else system.removeprefix("kvferry-"),
+        "transfer": KINDS[system].transfer,
         **setup.settings,
     }
     name, module = "KvferryConnector", "kvferry.agent.vllm.connector"
