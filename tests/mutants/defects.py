@@ -480,4 +480,18 @@ DEFECTS = (
         new="self._sent.count",
         tests=("tests/unit/proxy/exchange/test_rewrite.py",),
     ),
+    Defect(
+        sentence="The canary takes a logprob that is no number for an equal one.",
+        file="proxy/canary/comparison.py",
+        old="math.inf if math.isnan(difference) else max(largest, difference)",
+        new="max(largest, difference)",
+        tests=("tests/unit/proxy/canary/test_comparison.py",),
+    ),
+    Defect(
+        sentence="A pair that differs seldom is trusted again after ten equal answers.",
+        file="proxy/canary/pair_record.py",
+        old="max(LEAST_RIGHT, 3 * self.right_in_a_row)",
+        new="LEAST_RIGHT",
+        tests=("tests/unit/proxy/canary/test_pair_record.py",),
+    ),
 )
