@@ -26,13 +26,8 @@ from rich.text import Text
 
 from kvferry.agent.cli import checked as check_agent_config
 from kvferry.agent.config import AgentConfig, Engine
-from kvferry.agent.vllm.launch import (
-    VLLM_START_S,
-    CannotStart,
-    VllmEngineConfig,
-    choose_engine,
-    inspect_environment,
-)
+from kvferry.agent.plugin.launch import START_S, CannotStart
+from kvferry.agent.vllm.launch import VllmEngineConfig, choose_engine, inspect_environment
 from kvferry.common.exceptions import message_of
 from kvferry.common.http.tls import BadCertificate, pinned_context
 from kvferry.common.options import Source, collect, exit_with, make, read_settings
@@ -371,7 +366,7 @@ def _vllm_servers(
             args=("--name", name, "--", *words),
             module="kvferry.agent.vllm.launch",
             environment=environment if device == "cpu" else gpus,
-            listening_timeout_s=VLLM_START_S,
+            listening_timeout_s=START_S,
         )
 
     return tuple(server(number, *each) for number, each in enumerate(names))

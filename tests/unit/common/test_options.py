@@ -14,6 +14,7 @@ import pytest
 
 from kvferry.agent.announce.attach import SidecarConfig
 from kvferry.agent.config import AgentConfig
+from kvferry.agent.plugin.launch import EngineServerOptions
 from kvferry.agent.plugin.settings import PluginBackend
 from kvferry.agent.vllm.launch import VllmEngineConfig
 from kvferry.common.options import (
@@ -280,6 +281,7 @@ def test_backends_in_vllm_are_those_of_the_catalogue() -> None:
 
 
 def test_what_agents_of_all_engines_have_is_written_once() -> None:
-    own = {"model", "engine", "engine_python", "transfer", "start_timeout_s"}
-    assert {*VllmEngineConfig.__annotations__} == own
+    own = {"engine_name", "model", "engine_python", "transfer", "start_timeout_s"}
+    assert {*EngineServerOptions.__annotations__} == own
+    assert {*VllmEngineConfig.__annotations__} == {"engine_name", "engine"}
     assert not {*AgentConfig.__annotations__} & {"proxy", "lease_s", "port", "log_level", "tls_cert"}

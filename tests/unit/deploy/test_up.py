@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from kvferry.agent.vllm.launch import CannotStart, VllmEngineConfig
+from kvferry.agent.plugin.launch import CannotStart
+from kvferry.agent.vllm.launch import VllmEngineConfig
 from kvferry.deploy.launcher import AgentSpec
 from kvferry.deploy.up import PartOptions, UpConfig, cluster_spec
 

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from kvferry.agent.config import BUNDLED_MODELS
-from kvferry.agent.vllm.launch import VllmEngineConfig, _port_kept, with_chosen_engine
+from kvferry.agent.plugin.launch import port_kept
+from kvferry.agent.vllm.launch import VllmEngineConfig, with_chosen_engine
 from kvferry.common.options import take_option
 from kvferry.transfer.net import CannotBind
 from tests.helpers.servers import free_port
@@ -224,14 +225,14 @@ async def test_a_port_is_chosen_and_a_taken_one_is_refused_before_vllm_loads(pyt
 @pytest.mark.parametrize("options", [(socket.SO_REUSEADDR,), (socket.SO_REUSEADDR, socket.SO_REUSEPORT)])
 def test_a_port_is_kept_for_vllm(options: tuple[int, ...]) -> None:
     """With the options of vLLM 0.32 and of 0.24."""
-    with _port_kept("127.0.0.1", 0) as port, socket.socket() as vllms:
+    with port_kept("vLLM's API", "127.0.0.1", 0) as port, socket.socket() as vllms:
         with pytest.raises(OSError, match="in use"), socket.socket() as other:
             other.bind(("127.0.0.1", port))
         for option in options:
             vllms.setsockopt(socket.SOL_SOCKET, option, 1)
         vllms.bind(("127.0.0.1", port))
         vllms.listen()
-        with pytest.raises(CannotBind, match="in use"), _port_kept("127.0.0.1", port):
+        with pytest.raises(CannotBind, match="in use"), port_kept("vLLM's API", "127.0.0.1", port):
             pass
 
 
