@@ -7,6 +7,7 @@ import signal
 from collections import Counter
 from pathlib import Path
 
+import aiohttp
 import pytest
 
 from kvferry.proxy.config import ProxyConfig
@@ -85,6 +86,13 @@ async def test_the_page_shows_the_cluster_live(start_cluster: StartCluster, tmp_
         pair = await page.evaluate("document.querySelector('#pairs tbody tr').textContent")
         assert pair.startswith(hosts["decode"] + hosts["prefill"])
 
+        assert await page.evaluate("document.getElementById('canary').hidden"), "no pair was probed"
+        async with aiohttp.ClientSession() as http, http.post(f"{cluster.url}/canary") as response:
+            assert (await response.json())["verdict"] == "learning"
+        await page.until("document.querySelector('#canary-pairs tbody td')?.textContent.includes('→')")
+        probed = await page.evaluate("document.querySelector('#canary-pairs tbody tr').textContent")
+        assert "trusted" in probed and "logprobs differ by up to" in probed
+
         message = "no agent serves this model: 'unheard-of'"
         assert message in await page.evaluate("document.querySelector('#failures tbody').textContent")
         top = "document.getElementById('errors').getBoundingClientRect().top"
@@ -105,7 +113,7 @@ async def test_the_page_shows_the_cluster_live(start_cluster: StartCluster, tmp_
         assert await page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(15, 20, 27)"
 
         assert not page.complaints
-        assert {url.removeprefix(cluster.url).split("/")[1] for url in page.requests} == {"ui"}
+        assert {url.removeprefix(cluster.url).split("/")[1] for url in page.requests} == {"ui", "canary"}
 
         await cordon_and_uncordon(page, hosts["decode"])
 

@@ -3,6 +3,7 @@
 // scrolling and opened dialogs survive.
 
 import { AgentDialog } from "./agent.js";
+import { showCanary } from "./canary.js";
 import { Charts, TRAFFIC, TRANSFER } from "./charts.js";
 import { age, byId, bytes, duration, host, make, pill, setClass, setText, words } from "./dom.js";
 import { Cordons } from "./cordon.js";
@@ -16,7 +17,8 @@ import { Table } from "./tables.js";
 const PHASES = { route: "Routing", prefill: "Prefill", decode_wait: "Decode wait", decode: "Decode" };
 const EVENT_TONES = {
   joined: "good", ready: "good", uncordoned: "good", breaker_closed: "good", lost: "bad", breaker_opened: "bad",
-  connection_refused: "bad", pairing_refused: "bad", ping_rejected: "bad", worker_ended: "bad",
+  connection_refused: "bad", pairing_refused: "bad", ping_rejected: "bad", worker_ended: "bad", pair_out: "bad",
+  pair_back: "good",
 };
 const RETRY_MS = 5000;
 const STALE_MS = 4000;
@@ -151,6 +153,7 @@ function show(snapshot) {
   charts.show(snapshot[shownWindow], Boolean(choice.model));
   nodes.show(snapshot);
   showTransfers(snapshot);
+  showCanary();
   events.show(snapshot.events.map((event, index) => ({ ...event, number: snapshot.events.length - index })));
   setText(byId("num-incompatible"), snapshot.refused_pairings.length < snapshot.num_refused_pairings
     ? `${snapshot.num_refused_pairings}, the first ${snapshot.refused_pairings.length} shown` : snapshot.num_refused_pairings);
