@@ -617,27 +617,38 @@ async def _reset(request: web.Request) -> web.StreamResponse:
     raise AssertionError("unreachable: the reset cancels this handler")
 
 
-async def _main() -> None:
+def _main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--role", choices=["prefill", "decode", "both"], required=True)
+    parser.add_argument(
+        "--role", nargs="+", choices=["prefill", "decode", "both"], required=True, help="more: a process each"
+    )
     parser.add_argument("--proxy", required=True)
     parser.add_argument("--model", default="stand-in")
     parser.add_argument("--interval-s", type=float, default=0.0)
     parser.add_argument("--death", choices=["killed", "stopped"], default="killed")
     options = parser.parse_args()
+    role, *others = options.role
+    for other in others:
+        if os.fork() == 0:
+            role = other
+            break
+    asyncio.run(_run(role, options))
+
+
+async def _run(role: wire.Role, options: argparse.Namespace) -> None:
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     async with StandInAgent(
-        role=options.role,
+        role=role,
         proxies=(options.proxy,),
         model=options.model,
         interval_s=options.interval_s,
         keep_requests=False,
         death=options.death,
     ) as agent:
-        print(json.dumps({"listening": {"url": agent.address}}), flush=True)
+        print(json.dumps({"listening": {"url": agent.address}}) + "\n", end="", flush=True)  # one write
         await stop.wait()
 
 
 if __name__ == "__main__":
-    asyncio.run(_main())
+    _main()

@@ -11,14 +11,19 @@ def sample(page: str, name: str) -> float:
 
     They may have other labels besides.
     """
-    metric = name.partition("{")[0]
+    metric, wanted = parse_sample(name)
     lines = [line for line in page.splitlines() if line.startswith((f"{metric} ", f"{metric}{{"))]
-    [wanted] = _labels(f"{name} 0\n")
     return sum(
         float(line.rsplit(" ", 1)[1])
         for line, labels in zip(lines, _labels("".join(f"{line}\n" for line in lines)), strict=True)
         if wanted.items() <= labels.items()
     )
+
+
+def parse_sample(name: str) -> tuple[str, dict[str, str]]:
+    """Return the metric and the labels of a sample's name."""
+    [labels] = _labels(f"{name} 0\n")
+    return name.partition("{")[0], labels
 
 
 def _labels(lines: str) -> list[dict[str, str]]:

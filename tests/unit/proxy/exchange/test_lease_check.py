@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from itertools import product
 
 import pytest
 
@@ -12,6 +13,7 @@ from kvferry.proxy.exchange import kv_lifetime
 from kvferry.proxy.exchange.kv_lifetime import SURE_S, ExpiryCounts, LeaseCheck, Verdict
 from kvferry.proxy.http.pool import PoolSettings, UpstreamPool
 from tests.standins.engines import Fabric, VllmNixlServer
+from tests.unit.proxy.conftest import side_by_side
 
 COUNTER = "vllm:nixl_num_kv_expired_reqs_total"
 LATE_S = SURE_S + 0.1
@@ -48,19 +50,23 @@ async def test_tokens_that_come_in_time_are_proven_without_waiting(
         assert await check.judge() is Verdict.PROVEN
 
 
-@pytest.mark.parametrize("lease_s", [None, 60.0, 0.5])
-@pytest.mark.parametrize("expire", [0, 1])
-async def test_late_tokens_are_judged_by_the_counter_whatever_the_operator_said(
-    counts: ExpiryCounts, server: VllmNixlServer, lease_s: float | None, expire: int
-) -> None:
+async def test_late_tokens_are_judged_by_the_counter_whatever_the_operator_said(counts: ExpiryCounts) -> None:
     """Row 3 (vllm #52234). A decode server renews its lease while it waits, so late is not always wrong."""
-    async with watch(counts, server, lease_s) as check:
-        check.answered()
-        await read_once(server)
-        await asyncio.sleep(LATE_S)
-        server.fabric.expired_elsewhere += expire
-        wrong = Verdict.CONTRADICTED if lease_s == 60.0 else Verdict.SUSPECT
-        assert await check.judge() is (wrong if expire else Verdict.PROVEN)
+
+    async def check(case: tuple[float | None, int]) -> None:
+        lease_s, expire = case
+        async with (
+            VllmNixlServer(role="prefill", fabric=Fabric()) as server,
+            watch(counts, server, lease_s) as check,
+        ):
+            check.answered()
+            await read_once(server)
+            await asyncio.sleep(LATE_S)
+            server.fabric.expired_elsewhere += expire
+            wrong = Verdict.CONTRADICTED if lease_s == 60.0 else Verdict.SUSPECT
+            assert await check.judge() is (wrong if expire else Verdict.PROVEN)
+
+    await side_by_side(check, product([None, 60.0, 0.5], [0, 1]))
 
 
 @pytest.mark.parametrize("counted_before", [True, False])
@@ -83,12 +89,10 @@ async def test_a_count_that_was_read_when_the_lease_could_be_over_is_no_count_be
     async with watch(counts, server) as first:
         await asyncio.sleep(LATE_S + 0.2)
         assert await first.judge() is Verdict.UNPROVEN
-    async with watch(counts, server) as second:
+    async with watch(counts, server) as second, watch(counts, server) as third:
         await asyncio.sleep(LATE_S + 0.2)
         assert await second.judge() is Verdict.PROVEN
-    async with watch(counts, server) as third:
         server.fabric.expired_elsewhere += 1
-        await asyncio.sleep(LATE_S + 0.2)
         assert await third.judge() is Verdict.SUSPECT
 
 

@@ -25,7 +25,7 @@ from tests.standins.engines import (
     StandInServer,
     VllmKvferryServer,
 )
-from tests.unit.proxy.conftest import Stage, StartStage, Streamed
+from tests.unit.proxy.conftest import Stage, StartStage, Streamed, side_by_side
 
 BODY = {"model": "stand-in", "prompt": "a b c", "max_tokens": 4, "seed": 7}
 CHAT = {"model": "stand-in", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "seed": 7}
@@ -87,13 +87,18 @@ def only(*kinds: str) -> pytest.MarkDecorator:
 
 async def reference(body: dict[str, Any], path: str = "completions") -> dict[str, Any]:
     """What one server alone answers."""
-    headers = {"X-Request-Id": "reference"}
-    async with (
-        SERVERS["vllm-nixl"](role="both", fabric=Fabric()) as server,
-        aiohttp.ClientSession() as http,
-        http.post(f"{server.address}/v1/{path}", json=body, headers=headers) as response,
-    ):
-        return await response.json()
+    [answer] = await references([body], path)
+    return answer
+
+
+async def references(bodies: list[dict[str, Any]], path: str = "completions") -> list[dict[str, Any]]:
+    answers = []
+    async with SERVERS["vllm-nixl"](role="both", fabric=Fabric()) as server, aiohttp.ClientSession() as http:
+        for body in bodies:
+            headers = {"X-Request-Id": "reference"}
+            async with http.post(f"{server.address}/v1/{path}", json=body, headers=headers) as response:
+                answers.append(await response.json())
+    return answers
 
 
 def transfers(server: StandInServer) -> list[str]:
@@ -536,16 +541,17 @@ SHORTER_S = 1.2
 """Of the prefill servers' leases: nearly the shortest that there is."""
 
 
-@only("vllm-nixl-pull")
-@pytest.mark.parametrize(
-    ("stage", "stream"),
-    [({}, False), ({}, True), ({"nixl_lease_s": 30.0}, False), ({"nixl_lease_s": SHORTER_S}, False)],
-    indirect=["stage"],
-    ids=["unset", "unset, streamed", "too long", "right"],
-)
-async def test_no_number_of_the_operators_makes_a_late_read_an_answer(fleet: Fleet, stream: bool) -> None:
+async def test_no_number_of_the_operators_makes_a_late_read_an_answer(start_stage: StartStage) -> None:
     """Row 3. Decode servers that stand still for up to two leases; every answer is right, or a typed 503."""
-    await check_late_reads(fleet, SHORTER_S, trials=40, stream=stream)
+
+    async def check(case: tuple[float | None, bool]) -> None:
+        nixl_lease_s, stream = case
+        fleet = Fleet(await start_stage(nixl_lease_s=nixl_lease_s), Fabric(), "vllm-nixl-pull")
+        await check_late_reads(fleet, SHORTER_S, trials=40, stream=stream)
+        assert not fleet.fabric.wrongs
+
+    unset, too_long, right = None, 30.0, SHORTER_S
+    await side_by_side(check, [(unset, False), (unset, True), (too_long, False), (right, False)])
 
 
 @pytest.mark.full
@@ -570,7 +576,7 @@ async def check_late_reads(fleet: Fleet, lease_s: float, *, trials: int, stream:
     _, decode = await fleet.pair(lease_s=lease_s)
     decode.holds = [2 * lease_s * number / trials for number in range(trials)]
     bodies = [{**BODY, "prompt": f"prompt {number}"} for number in range(trials)]
-    wanted = [(await reference(body))["choices"][0]["text"] for body in bodies]
+    wanted = [answer["choices"][0]["text"] for answer in await references(bodies)]
 
     async def outcome(body: dict[str, Any]) -> str:
         url = f"{fleet.stage.proxy.url}/v1/completions"

@@ -6,11 +6,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 import pytest
@@ -20,9 +21,10 @@ from kvferry.proxy.exchange.poison import MAX_CRASHED_AGENTS
 from kvferry.proxy.fleet import registry
 from kvferry.proxy.http import hang_detector
 from kvferry.proxy.wire.registration import Load
+from tests.helpers.waiting import until
 from tests.standins.agents import DEADLY_TO, Fault
 from tests.standins.engines import SERVERS, Fabric, StandInServer
-from tests.unit.proxy.conftest import Stage, StartStage
+from tests.unit.proxy.conftest import Stage, StartStage, side_by_side
 from tests.unit.proxy.exchange.test_other_engines import KINDS
 from tests.unit.proxy.test_process import process
 
@@ -78,17 +80,22 @@ async def open_breakers(stage: Stage) -> int:
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.full)])
-@pytest.mark.parametrize("death", ["killed", "stopped"])
-@pytest.mark.timeout(180)  # seven processes to start, beside whatever else runs on two cores
-async def test_of_six_agents_four_outlive_a_deadly_prompt(death: str, workers: int) -> None:
-    """D2: once, such a request walked through the fleet."""
-    async with AsyncExitStack() as stack:
-        _, listening = await stack.enter_async_context(process("--workers", str(workers)))
-        for role in ("prefill", "decode") * PAIRS:
-            proxy = f"127.0.0.1:{listening['discovery_port']}"
-            await stack.enter_async_context(agent_process(role, proxy, death))
-        http = await stack.enter_async_context(aiohttp.ClientSession())
-        url = listening["url"]
+@pytest.mark.timeout(180)  # processes to start, beside whatever else runs on two cores
+async def test_of_six_agents_four_outlive_a_deadly_prompt(start_stage: StartStage, workers: int) -> None:
+    """D2: once, such a request walked through the fleet. Those that it kills, and those that it stops."""
+
+    async def outlive(death: str) -> None:
+        async with AsyncExitStack() as stack:
+            if workers == 1:
+                stage = await start_stage()
+                url, discovery = stage.proxy.url, stage.discovery
+            else:
+                _, listening = await stack.enter_async_context(process("--workers", str(workers)))
+                url, discovery = listening["url"], f"127.0.0.1:{listening['discovery_port']}"
+            await stack.enter_async_context(agents_of(discovery, death))
+            await check(await stack.enter_async_context(aiohttp.ClientSession()), url)
+
+    async def check(http: aiohttp.ClientSession, url: str) -> None:
         async with asyncio.timeout(DEADLINE_S):
             while len(await ready(http, url)) < 2 * PAIRS:
                 await asyncio.sleep(0.05)
@@ -111,21 +118,24 @@ async def test_of_six_agents_four_outlive_a_deadly_prompt(death: str, workers: i
         await asyncio.sleep(1.0)  # no other may fall later
         assert len(await ready(http, url)) == len(left) == 2 * PAIRS - MAX_CRASHED_AGENTS
 
+    await side_by_side(outlive, ["killed", "stopped"])
+
 
 @asynccontextmanager
-async def agent_process(role: str, proxy: str, death: str) -> AsyncIterator[None]:
+async def agents_of(proxy: str, death: str) -> AsyncIterator[None]:
+    """Pairs, each agent a process."""
+    roles = ("prefill", "decode") * PAIRS
     child = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "tests.standins.agents", "--role", role, "--proxy", proxy, "--death", death,
-        stdout=asyncio.subprocess.PIPE,
+        sys.executable, "-m", "tests.standins.agents", "--role", *roles, "--proxy", proxy, "--death", death,
+        stdout=asyncio.subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
     assert child.stdout is not None
     try:
-        json.loads(await asyncio.wait_for(child.stdout.readline(), START_S))
+        for _ in roles:
+            json.loads(await asyncio.wait_for(child.stdout.readline(), START_S))
         yield
     finally:
-        if child.returncode is None:
-            child.send_signal(signal.SIGCONT)
-            child.kill()
+        os.killpg(child.pid, signal.SIGKILL)
         await child.communicate()
 
 
@@ -135,26 +145,29 @@ async def ready(http: aiohttp.ClientSession, url: str) -> list[str]:
 
 
 @pytest.mark.parametrize("nodes", [pytest.param(1, marks=pytest.mark.full), PAIRS])
-@pytest.mark.parametrize("moments", [["prefill"], ["decode"], ["stream"], ["prefill", "decode"]], ids=str)
-async def test_a_deadly_prompt_ends_typed(start_stage: StartStage, moments: list[str], nodes: int) -> None:
+async def test_a_deadly_prompt_ends_typed(start_stage: StartStage, nodes: int) -> None:
     """Where a pair is all that there is at an address, too."""
-    stage = await start_stage(breaker_failures=1)
-    agents = [
-        await stage.agent(role, host=f"127.0.0.{1 + number % nodes}")
-        for number in range(PAIRS)
-        for role in ("prefill", "decode")
-    ]
-    async with others(stage.proxy.url) as statuses:
-        if moments == ["stream"]:
-            streamed = await stage.stream(deadly(*moments))
-            assert streamed.error is not None and streamed.error["code"] == "suspect_request"
-        else:
-            status, answer = await stage.ask(deadly(*moments))
-            assert (status, answer["error"]["code"]) == (500, "suspect_request")
-    assert sum(agent.is_dead for agent in agents) == MAX_CRASHED_AGENTS
-    assert set(statuses) == {200}
-    assert stage.metric("kvferry_proxy_suspect_requests_total") == 1
-    assert await open_breakers(stage) <= MAX_CRASHED_AGENTS
+
+    async def check(moments: tuple[str, ...]) -> None:
+        stage = await start_stage(breaker_failures=1)
+        agents = [
+            await stage.agent(role, host=f"127.0.0.{1 + number % nodes}")
+            for number in range(PAIRS)
+            for role in ("prefill", "decode")
+        ]
+        async with others(stage.proxy.url) as statuses:
+            if moments == ("stream",):
+                streamed = await stage.stream(deadly(*moments))
+                assert streamed.error is not None and streamed.error["code"] == "suspect_request"
+            else:
+                status, answer = await stage.ask(deadly(*moments))
+                assert (status, answer["error"]["code"]) == (500, "suspect_request")
+        assert sum(agent.is_dead for agent in agents) == MAX_CRASHED_AGENTS
+        assert set(statuses) == {200}
+        assert stage.metric("kvferry_proxy_suspect_requests_total") == 1
+        assert await open_breakers(stage) <= MAX_CRASHED_AGENTS
+
+    await side_by_side(check, [("prefill",), ("decode",), ("stream",), ("prefill", "decode")])
 
 
 async def test_long_prompts_that_are_pulled_meanwhile_are_no_exception(start_stage: StartStage) -> None:
@@ -191,83 +204,88 @@ async def test_a_host_that_dies_with_both_agents_is_one_loss(
 DOOMED = "127.0.0.2"
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "apart_s", "third", "is_one"),
-    [
-        ((DOOMED, "one"), (DOOMED, "one"), 0.3, "", True),
-        (("127.0.0.3", "two"), (DOOMED, "two"), 0.3, "", True),
-        ((DOOMED, "one"), (DOOMED, "one"), 0.3, "dies", True),
-        ((DOOMED, "one"), (DOOMED, "one"), 0.3, "lives", False),
-        ((DOOMED, "one"), (DOOMED, "one"), OUTAGE_S + 0.3, "", False),
-        pytest.param(("127.0.0.3", "one"), (DOOMED, "one"), 0.3, "", False, marks=pytest.mark.full),
-        pytest.param((DOOMED, ""), (DOOMED, ""), 0.3, "", False, marks=pytest.mark.full),
-    ],
-    ids=["dies", "its host dies", "idle ones last", "lives on", "long after", "two nodes", "unknown hosts"],
-)
-async def test_a_node_whose_agents_die_one_after_the_other_is_one_loss(
-    start_stage: StartStage,
-    first: tuple[str, str],
-    second: tuple[str, str],
-    apart_s: float,
-    third: str,
-    is_one: bool,
-) -> None:
-    """Its second agent takes over what the first one had, and dies with it.
+class Deaths(NamedTuple):
+    """`first`, `second`: addresses and hosts. `third`: what one of the node does that had not the request."""
 
-    `first`, `second`: their addresses and hosts. `third`: what an agent of the node does that never had the
-    request.
-    """
-    stage = await start_stage()
-    decode = await stage.agent("decode", host=first[0], overrides={"host_id": first[1]}, interval_s=0.05)
-    prefill = await stage.agent("prefill", host=second[0], overrides={"host_id": second[1]})
-    body = {**BODY, "max_tokens": 100}
-    async with asyncio.TaskGroup() as tasks:
-        streaming = tasks.create_task(stage.stream(body))
-        await decode.until(lambda: decode.running)
-        prefill.faults.append(Fault("prefill", "hang"))
-        await stage.agent("decode", overrides={"host_id": "one"})
-        if third:
-            beside = await stage.agent(
-                "decode", host=DOOMED, overrides={"host_id": second[1], "model": "other"}
-            )
-        await decode.silence()
-        await decode.close_http()
-        await prefill.until(lambda: prefill.running)
-        await stage.agent("prefill", overrides={"host_id": "one"})
-        await asyncio.sleep(apart_s)
-        await prefill.silence()
-        await prefill.close_http()
-        if third == "dies":
-            await asyncio.sleep(1.0)
-            await beside.silence()
-    error = streaming.result().error
-    assert (error and error["code"]) == (None if is_one else "suspect_request")
-    assert stage.metric("kvferry_proxy_suspect_requests_total") == (not is_one)
-    if is_one:
-        assert streaming.result().text() == (await stage.stream(body)).text()
+    first: tuple[str, str] = (DOOMED, "one")
+    second: tuple[str, str] = (DOOMED, "one")
+    apart_s: float = 0.3
+    third: str = ""
+    is_one: bool = False
 
 
-@pytest.mark.parametrize("kind", KINDS)
+async def test_a_node_whose_agents_die_one_after_the_other_is_one_loss(start_stage: StartStage) -> None:
+    """Its second agent takes over what the first one had, and dies with it."""
+
+    async def check(case: Deaths) -> None:
+        first, second, apart_s, third, is_one = case
+        stage = await start_stage()
+        decode = await stage.agent("decode", host=first[0], overrides={"host_id": first[1]}, interval_s=0.05)
+        prefill = await stage.agent("prefill", host=second[0], overrides={"host_id": second[1]})
+        body = {**BODY, "max_tokens": 100}
+        async with asyncio.TaskGroup() as tasks:
+            streaming = tasks.create_task(stage.stream(body))
+            await decode.until(lambda: decode.running)
+            prefill.faults.append(Fault("prefill", "hang"))
+            await stage.agent("decode", overrides={"host_id": "one"})
+            if third:
+                beside = await stage.agent(
+                    "decode", host=DOOMED, overrides={"host_id": second[1], "model": "other"}
+                )
+            await decode.silence()
+            await decode.close_http()
+            await prefill.until(lambda: prefill.running)
+            await stage.agent("prefill", overrides={"host_id": "one"})
+            await asyncio.sleep(apart_s)
+            await prefill.silence()
+            await prefill.close_http()
+            if third == "dies":
+                await asyncio.sleep(0.5)
+                await beside.silence()
+        error = streaming.result().error
+        assert (error and error["code"]) == (None if is_one else "suspect_request")
+        assert stage.metric("kvferry_proxy_suspect_requests_total") == (not is_one)
+        if is_one:
+            assert streaming.result().text() == (await stage.stream(body)).text()
+
+    await side_by_side(
+        check,
+        [
+            Deaths(is_one=True),
+            Deaths(("127.0.0.3", "two"), (DOOMED, "two"), is_one=True),  # its host dies
+            Deaths(third="dies", is_one=True),
+            Deaths(third="lives"),
+            Deaths(apart_s=OUTAGE_S + 0.3),
+            Deaths(first=("127.0.0.3", "one")),  # two nodes
+            Deaths((DOOMED, ""), (DOOMED, "")),  # unknown hosts
+        ],
+    )
+
+
 @pytest.mark.parametrize(
     "moments", [pytest.param(["prefill"], marks=pytest.mark.full), ["decode"], ["prefill", "decode"]], ids=str
 )
 @pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.full), 8])
 async def test_servers_of_other_engines_are_no_exception(
-    start_stage: StartStage, kind: str, moments: list[str], n: int
+    start_stage: StartStage, moments: list[str], n: int
 ) -> None:
     """However many sub-requests a request is: n = 8 must not open a breaker by itself either."""
-    stage, fabric = await start_stage(moriio_lease_s=60.0), Fabric()
-    dialect, fixed = KINDS[kind]
-    servers: list[StandInServer] = []
-    for role in ("prefill", "decode") * PAIRS:
-        made = SERVERS[dialect](role=role, proxies=(stage.discovery,), fabric=fabric, **fixed)  # type: ignore[arg-type]
-        servers.append(await stage.bring(made))
-    status, answer = await stage.ask({**deadly(*moments), "n": n})
-    assert (status, answer["error"]["code"]) == (500, "suspect_request")
-    assert sum(server.is_dead for server in servers) <= MAX_CRASHED_AGENTS
-    assert await open_breakers(stage) == 0
-    # Until their pings have expired, some requests still find one of the dead.
-    assert (await stage.ask(BODY))[0] == 200
+
+    async def check(kind: str) -> None:
+        stage, fabric = await start_stage(moriio_lease_s=60.0), Fabric()
+        dialect, fixed = KINDS[kind]
+        servers: list[StandInServer] = []
+        for role in ("prefill", "decode") * PAIRS:
+            made = SERVERS[dialect](role=role, proxies=(stage.discovery,), fabric=fabric, **fixed)  # type: ignore[arg-type]
+            servers.append(await stage.bring(made))
+        status, answer = await stage.ask({**deadly(*moments), "n": n})
+        assert (status, answer["error"]["code"]) == (500, "suspect_request")
+        assert sum(server.is_dead for server in servers) <= MAX_CRASHED_AGENTS
+        assert await open_breakers(stage) == 0
+        # Until their pings have expired, some requests still find one of the dead.
+        assert (await stage.ask(BODY))[0] == 200
+
+    await side_by_side(check, KINDS)
 
 
 @pytest.mark.parametrize("kind", ["reset", "status"])
@@ -304,21 +322,24 @@ async def test_agents_that_have_announced_their_end_have_not_crashed(stage: Stag
     """A rolling restart takes a long stream from agent to agent."""
     await stage.agent("prefill")
     decodes = [await stage.agent("decode", interval_s=0.05) for _ in range(PAIRS)]
-    body = {**BODY, "max_tokens": 140}
+    registry = stage.proxy.fleet.registry
+    body = {**BODY, "max_tokens": 1000}
 
     async def restart() -> None:
-        for _ in range(2):
-            [serving] = [agent for agent in decodes if agent.running]
-            serving.overrides["state"] = "draining"
-            await asyncio.sleep(2.0)
-            await serving.silence()
-            await serving.close_http()
-            await asyncio.sleep(1.0)
+        [serving] = [agent for agent in decodes if agent.running]
+        serving.overrides["state"] = "draining"
+        await until(lambda: registry.is_leaving(serving.incarnation))
+        await serving.silence()
+        await serving.close_http()
+        await until(lambda: any(agent.running for agent in decodes if agent is not serving))
 
     async with asyncio.TaskGroup() as tasks:
         streaming = tasks.create_task(stage.stream(body))
-        await decodes[0].until(lambda: any(agent.running for agent in decodes))
-        await restart()
+        await until(lambda: any(agent.running for agent in decodes))
+        for _ in range(2):
+            await restart()
+        for agent in decodes:
+            agent.interval_s = 0.0
     assert streaming.result().error is None
     assert stage.metric("kvferry_proxy_migrations_total") == 2
 
