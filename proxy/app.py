@@ -51,7 +51,7 @@ from kvferry.proxy.http.client_connection import (
     Send,
 )
 from kvferry.proxy.http.cors import CorsPolicy
-from kvferry.proxy.ids import RandomBytes, request_id_from
+from kvferry.proxy.ids import request_id_from
 from kvferry.proxy.request import RequestHead, check_encoding
 from kvferry.proxy.wire.registration import Incarnation
 
@@ -221,14 +221,13 @@ class Entry:
         self._browser_guard = browser_guard
         self._cors = cors
         self._stall_s = stall_s
-        self._random = RandomBytes()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        request_id = request_id_from(headers.get(b"x-request-id", b"").decode("latin-1"), self._random)
+        request_id = request_id_from(headers.get(b"x-request-id", b"").decode("latin-1"))
         head = RequestHead(scope["method"], scope["path"], headers, request_id)
         connection: ClientConnection | None = scope.get("extensions", {}).get(EXTENSION)
         response: ClientResponse | None = None if connection is None else connection.response

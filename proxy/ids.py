@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable
 from typing import Literal, NewType
 
 import msgspec
@@ -14,9 +13,6 @@ import msgspec
 RequestId = NewType("RequestId", str)
 AnswerId = NewType("AnswerId", str)
 TransferId = NewType("TransferId", str)
-
-Random = Callable[[int], bytes]
-"""Returns so many random bytes of the system's."""
 
 Endpoint = Literal["completions", "chat/completions"]
 Api = Endpoint | Literal["messages", "responses"]
@@ -28,23 +24,6 @@ MAX_ANSWER_ID_CHARS = 128
 # W3C Trace Context, as of version 00.
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _ANSWER_PREFIX: dict[Endpoint, str] = {"completions": "cmpl-", "chat/completions": "chatcmpl-"}
-
-
-class RandomBytes:
-    """Random bytes of the system's, fetched many at a time: each call for them is one to the kernel."""
-
-    def __init__(self) -> None:
-        self._fetched = b""
-        self._end = 0
-        """Of what has been returned."""
-
-    def __call__(self, count: int) -> bytes:
-        """Return bytes that were not returned before."""
-        start = self._end
-        self._end += count
-        if self._end > len(self._fetched):
-            self._fetched, start, self._end = os.urandom(4096), 0, count
-        return self._fetched[start : self._end]
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,16 +41,16 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     session: str | None = None
 
 
-def new_transfer_id(random: Random = os.urandom) -> TransferId:
+def new_transfer_id() -> TransferId:
     """128 random bits, one per attempt, never reused."""
-    return TransferId(random(16).hex())
+    return TransferId(os.urandom(16).hex())
 
 
-def request_id_from(header: str | None, random: Random = os.urandom) -> RequestId:
+def request_id_from(header: str | None) -> RequestId:
     """The client's `X-Request-Id` if it is short and printable, else a new one."""
     if header and len(header) <= MAX_REQUEST_ID_CHARS and header.isascii() and header.isprintable():
         return RequestId(header)
-    return RequestId(random(16).hex())
+    return RequestId(os.urandom(16).hex())
 
 
 def new_identity(
@@ -80,7 +59,6 @@ def new_identity(
     seed: int | None,
     traceparent: str | None,
     session: str | None = None,
-    random: Random = os.urandom,
 ) -> Identity:
     """Generate the ids and, if the request has none, a seed in 0 … 2^63-1.
 
@@ -88,14 +66,14 @@ def new_identity(
     response: clients may send one request id with many requests.
     An invalid `traceparent` is dropped.
     """
-    answer_id = f"{_ANSWER_PREFIX[endpoint]}{request_id}-{random(8).hex()}"
+    answer_id = f"{_ANSWER_PREFIX[endpoint]}{request_id}-{os.urandom(8).hex()}"
     if len(answer_id) > MAX_ANSWER_ID_CHARS:
-        answer_id = _ANSWER_PREFIX[endpoint] + random(16).hex()
+        answer_id = _ANSWER_PREFIX[endpoint] + os.urandom(16).hex()
     return Identity(
         request_id=request_id,
         answer_id=AnswerId(answer_id),
         created=int(time.time()),
-        seed=int.from_bytes(random(8)) >> 1 if seed is None else seed,
+        seed=int.from_bytes(os.urandom(8)) >> 1 if seed is None else seed,
         traceparent=traceparent if traceparent and _TRACEPARENT.fullmatch(traceparent) else None,
         session=session,
     )

@@ -36,7 +36,7 @@ from kvferry.proxy.errors import (
 from kvferry.proxy.exchange.exchange import Exchange
 from kvferry.proxy.exchange.legs import PausableSource
 from kvferry.proxy.http.client_connection import ClientResponse
-from kvferry.proxy.ids import Api, Endpoint, Identity, RandomBytes, RequestId, new_identity
+from kvferry.proxy.ids import Api, Endpoint, Identity, RequestId, new_identity
 from kvferry.proxy.request import (
     ClientRequest,
     ReportedUsage,
@@ -131,7 +131,6 @@ class Completions:
         self._body_timeout_s = body_timeout_s
         self._log_prompts = log_prompts
         self._tracing = tracing
-        self._random = RandomBytes()
         self._parsers = WorkPool(
             "bodies", short_bytes=SHORT_BODY_BYTES, max_bytes=MAX_PARSED_BYTES, timeout_s=PARSE_TIMEOUT_S
         )
@@ -164,7 +163,6 @@ class Completions:
                 request.seed,
                 head.header(b"traceparent"),
                 head.header(b"x-session-id"),
-                self._random,
             )
             log.set_traceparent(ids.traceparent)
             exchange = self._new_exchange(request, ids, log)

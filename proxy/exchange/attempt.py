@@ -73,7 +73,7 @@ from kvferry.proxy.exchange.sub_requests import (
 )
 from kvferry.proxy.fleet.routing.routing_request import PrefixLender
 from kvferry.proxy.http.pool import UpstreamPool, UpstreamRequest, now
-from kvferry.proxy.ids import Identity, RandomBytes, new_transfer_id
+from kvferry.proxy.ids import Identity
 from kvferry.proxy.request import ClientRequest, reported_usage
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.telemetry.request_log import Phase, RequestLog
@@ -107,8 +107,6 @@ class AttemptContext:
     kv_endpoints: KvEndpointCache
     expiry_counts: ExpiryCounts
     metrics: Metrics
-    random: RandomBytes = field(default_factory=RandomBytes)
-    """For transfer ids."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -157,9 +155,7 @@ class Attempt:
         self._reservation = reservation
         self._has_begun = False
         """Whether the client has anything that was rewritten for it."""
-        self._subs = split(
-            dialect, state.request, state.ids, partial(new_transfer_id, context.random), alone=self.is_alone
-        )
+        self._subs = split(dialect, state.request, state.ids, alone=self.is_alone)
         self.is_divided = len(self._subs) > 1
         left = self._subs
         if self.is_divided:

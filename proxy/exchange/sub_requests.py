@@ -23,7 +23,7 @@ from kvferry.proxy.dialects.base import Dialect, Prefilled, SubRequest
 from kvferry.proxy.errors import AgentRejected, ProxyError, TooManyResponses
 from kvferry.proxy.http.pool import MAX_BODY_BYTES
 from kvferry.proxy.http.upstream_connection import ResponseBounds
-from kvferry.proxy.ids import Identity, TransferId
+from kvferry.proxy.ids import Identity, TransferId, new_transfer_id
 from kvferry.proxy.request import ClientRequest, split_prompts
 
 T = TypeVar("T")
@@ -78,16 +78,14 @@ def split_into_prompts(
     )
 
 
-def split(
-    dialect: Dialect, request: ClientRequest, ids: Identity, new_id: Callable[[], TransferId], *, alone: bool
-) -> tuple[SubRequest, ...]:
+def split(dialect: Dialect, request: ClientRequest, ids: Identity, *, alone: bool) -> tuple[SubRequest, ...]:
     """The sub-requests for servers of a dialect, or for one server `alone`; each has a transfer id."""
     if request.prompts == 1 if dialect.is_native else alone:
-        return (whole_request(request, ids, new_id()),)
+        return (whole_request(request, ids, new_transfer_id()),)
     if dialect.forks:
-        transfer_ids = [new_id() for _ in range(request.prompts)]
+        transfer_ids = [new_transfer_id() for _ in range(request.prompts)]
         return split_into_prompts(request, ids, transfer_ids, is_native=dialect.is_native)
-    return split_into_choices(request, ids, [new_id() for _ in range(request.sequences)])
+    return split_into_choices(request, ids, [new_transfer_id() for _ in range(request.sequences)])
 
 
 def _narrowed(request: ClientRequest, prompt: Any, choice: int) -> dict[str, Any]:

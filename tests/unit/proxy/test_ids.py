@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ids are random, however few calls of the system they take; that of an answer has its request's in it."""
+"""Ids are random; that of an answer has its request's in it."""
 
 from __future__ import annotations
 
 import pytest
 
-from kvferry.proxy.ids import RandomBytes, RequestId, new_identity, new_transfer_id
+from kvferry.proxy.ids import RequestId, new_identity, new_transfer_id
 
 
 def test_no_id_comes_twice() -> None:
-    """Beyond what is fetched at a time, too."""
-    random = RandomBytes()
-    ids = [new_transfer_id(random) for _ in range(1000)]
+    ids = [new_transfer_id() for _ in range(1000)]
     assert len(set(ids)) == len(ids)
     assert {len(each) for each in ids} == {32}
 
