@@ -26,12 +26,11 @@ from kvferry.proxy.errors import Overloaded
 from kvferry.proxy.fleet.fleet import AcquireRequest, Fleet, FleetSettings
 from kvferry.proxy.fleet.routing.policy import PolicyName
 from kvferry.proxy.fleet.routing.routing_request import RoutingRequest
-from kvferry.proxy.telemetry.agent_history import AgentHistories
+from kvferry.proxy.telemetry.agent_reports import AgentReports
 from kvferry.proxy.telemetry.collectors import FleetCollector
 from kvferry.proxy.telemetry.history import FailureLog, History
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.telemetry.request_log import Timelines
-from kvferry.proxy.telemetry.transfer_totals import TransferTotals
 from kvferry.proxy.wire.registration import Incarnation, Load, Register
 
 SIZES = (2, 32, 128, 512, 1000)
@@ -138,16 +137,15 @@ class Bench:
         metrics = Metrics()
         settings = FleetSettings(prefill_policy=policy, decode_policy=policy)
         self.fleet = Fleet(settings, metrics, self.clock)
-        histories = AgentHistories(self.clock)
-        self.fleet.registry.subscribe(histories.note)
+        reports = AgentReports(self.clock)
+        self.fleet.registry.subscribe(reports.note)
         self.views = OperatorApi(
             self.fleet,
             metrics,
             History(),
             FailureLog(),
             Timelines(),
-            TransferTotals(self.clock),
-            histories,
+            reports,
             down=list,
         )
         metrics.add_collector(FleetCollector(self.fleet.registry.snapshot, self.fleet.registry.lost, list))

@@ -49,12 +49,11 @@ from kvferry.proxy.settings import (
     pool_settings,
     proxy_facts,
 )
-from kvferry.proxy.telemetry.agent_history import AgentHistories
+from kvferry.proxy.telemetry.agent_reports import AgentReports
 from kvferry.proxy.telemetry.collectors import AgentCollector, FleetCollector, ScalingCollector
 from kvferry.proxy.telemetry.history import FailureLog, History
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.telemetry.request_log import Timelines
-from kvferry.proxy.telemetry.transfer_totals import TransferTotals
 from kvferry.proxy.wire.registration import NODE_EXPIRY_S, PULL_BUCKETS
 
 if TYPE_CHECKING:
@@ -180,9 +179,7 @@ async def _open_proxy(
     metrics, history = metrics_of(config), History(PULL_BUCKETS)
     failures, timelines = FailureLog(), Timelines()
     fleet = Fleet(fleet_settings(config), metrics, clock, clock() + settle_s)
-    transfers = TransferTotals(clock)
-    fleet.registry.subscribe(transfers.note)
-    agents = AgentHistories(clock)
+    agents = AgentReports(clock)
     fleet.registry.subscribe(agents.note)
     discovery = Discovery(discovery_settings(config, keys), fleet.registry, metrics, clock)
     views = OperatorApi(
@@ -191,7 +188,6 @@ async def _open_proxy(
         history,
         failures,
         timelines,
-        transfers,
         agents,
         discovery.down,
         proxy_facts(config, lambda: discovery.port),
@@ -201,7 +197,7 @@ async def _open_proxy(
     metrics.add_collector(ScalingCollector(fleet))
     async with (
         discovery.running(fleet.slots.in_flight) as discovery_port,
-        history.recording(lambda: metrics.totals().plus(transfers.totals()), metrics.model_totals),
+        history.recording(lambda: metrics.totals().plus(agents.totals()), metrics.model_totals),
         open_services(config, keys, fleet, metrics, failures, timelines, views, stop) as services,
     ):
         yield services, discovery_port

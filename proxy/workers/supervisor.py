@@ -55,7 +55,7 @@ from kvferry.proxy.settings import (
     listening_socket,
     proxy_facts,
 )
-from kvferry.proxy.telemetry.agent_history import AgentHistories
+from kvferry.proxy.telemetry.agent_reports import AgentReports
 from kvferry.proxy.telemetry.collectors import FleetCollector
 from kvferry.proxy.telemetry.event_log import EventKind, EventLog
 from kvferry.proxy.telemetry.history import SLICE_S, FailureLog, History
@@ -64,7 +64,6 @@ from kvferry.proxy.telemetry.metrics import (
     Metrics,
     Totals,
 )
-from kvferry.proxy.telemetry.transfer_totals import TransferTotals
 from kvferry.proxy.wire.registration import PULL_BUCKETS, Bye, Incarnation, Register
 from kvferry.proxy.workers.messages import (
     HEARTBEAT_INTERVAL_S,
@@ -210,13 +209,11 @@ class Supervisor:
         self._ended_models: dict[str, Totals] = {}
         self._ended_failures = FailureLog()
         self._history = History(PULL_BUCKETS)
-        self._transfers = TransferTotals(clock)
-        self._agents = AgentHistories(clock)
+        self._agents = AgentReports(clock)
         self._pages = PageCache(clock, self._make, lambda: registry.num_agents)
         self._fleet_metrics = FleetCollector(lambda: self._view().snapshot, registry.lost, down)
         registry.subscribe(partial(note_model, metrics))
         registry.subscribe(self._broadcast)
-        registry.subscribe(self._transfers.note)
         registry.subscribe(self._agents.note)
 
     async def started(self) -> None:
@@ -245,7 +242,7 @@ class Supervisor:
             await asyncio.sleep(WATCH_INTERVAL_S)
             await self._collect()
             totals, models = self._totals()
-            self._history.record(totals.plus(self._transfers.totals()), self._clock(), models)
+            self._history.record(totals.plus(self._agents.totals()), self._clock(), models)
 
     async def kill_hung(self) -> None:
         """Kill workers that are silent, until cancelled. Rounds count, not seconds: while this process or its
@@ -294,7 +291,7 @@ class Supervisor:
             in_flight=phases,
             history=self._history,
             failures=failures.latest(),
-            transfers=self._transfers,
+            agents=self._agents,
             proxy=self._facts(),
         )
 

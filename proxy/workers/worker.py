@@ -30,13 +30,12 @@ from kvferry.proxy.errors import ProxyError
 from kvferry.proxy.fleet.fleet import Fleet
 from kvferry.proxy.server import open_services, serving
 from kvferry.proxy.settings import Keys, fleet_settings, listening_socket, metrics_of
-from kvferry.proxy.telemetry.agent_history import AgentHistories
+from kvferry.proxy.telemetry.agent_reports import AgentReports
 from kvferry.proxy.telemetry.collectors import AgentCollector, ScalingCollector
 from kvferry.proxy.telemetry.event_log import SEEN_BY_WORKERS
 from kvferry.proxy.telemetry.history import FailureLog, History
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.telemetry.request_log import Timelines
-from kvferry.proxy.telemetry.transfer_totals import TransferTotals
 from kvferry.proxy.wire.registration import Incarnation
 from kvferry.proxy.workers.messages import (
     HEARTBEAT_INTERVAL_S,
@@ -96,8 +95,8 @@ class Worker(OperatorApi):
         stop: StopRequest,
     ) -> None:
         # What pings report is kept by the supervisor.
-        transfers, agents = TransferTotals(fleet.clock), AgentHistories(fleet.clock)
-        super().__init__(fleet, metrics, History(), failures, timelines, transfers, agents, down=list)
+        agents = AgentReports(fleet.clock)
+        super().__init__(fleet, metrics, History(), failures, timelines, agents, down=list)
         self._channel = channel
         self._seq = itertools.count()
         self._pending: dict[int, asyncio.Future[Page]] = {}

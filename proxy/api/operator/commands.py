@@ -23,11 +23,10 @@ from kvferry.proxy.api.operator.pages import (
     timeline_page,
 )
 from kvferry.proxy.fleet.fleet import Fleet
-from kvferry.proxy.telemetry.agent_history import AgentHistories
+from kvferry.proxy.telemetry.agent_reports import AgentReports
 from kvferry.proxy.telemetry.history import FailureLog, History
 from kvferry.proxy.telemetry.metrics import CONTENT_TYPE, Metrics
 from kvferry.proxy.telemetry.request_log import Timelines
-from kvferry.proxy.telemetry.transfer_totals import TransferTotals
 from kvferry.proxy.wire.registration import Incarnation
 
 LARGE_FLEET = 64
@@ -89,8 +88,7 @@ class OperatorApi:
         history: History,
         failures: FailureLog,
         timelines: Timelines,
-        transfers: TransferTotals,
-        agents: AgentHistories,
+        agents: AgentReports,
         down: Callable[[], Sequence[Mapping[str, object]]],
         facts: Callable[[], ProxyFacts] = ProxyFacts,
     ) -> None:
@@ -99,7 +97,6 @@ class OperatorApi:
         self._history = history
         self._failures = failures
         self._timelines = timelines
-        self._transfers = transfers
         self._agents = agents
         self._down = down
         self._facts = facts
@@ -121,7 +118,7 @@ class OperatorApi:
                 in_flight=self._metrics.requests_in_flight(),
                 history=self._history,
                 failures=self._failures.latest(),
-                transfers=self._transfers,
+                agents=self._agents,
                 proxy=self._facts(),
             )
             return await dashboard_page(view, activity, model)

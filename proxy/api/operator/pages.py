@@ -27,11 +27,10 @@ from kvferry.proxy.fleet.snapshot import (
     count_incompatible,
     incompatible_pairs,
 )
-from kvferry.proxy.telemetry.agent_history import AgentHistories
+from kvferry.proxy.telemetry.agent_reports import AgentReports
 from kvferry.proxy.telemetry.event_log import EventLog, FleetEvent
 from kvferry.proxy.telemetry.history import FailureCount, History
 from kvferry.proxy.telemetry.metrics import MAX_MODELS, MODEL
-from kvferry.proxy.telemetry.transfer_totals import TransferTotals
 from kvferry.proxy.wire.dialects import DIALECTS
 from kvferry.proxy.wire.registration import Incarnation
 
@@ -102,7 +101,7 @@ class Activity:
     in_flight: Mapping[str, int]
     history: History
     failures: Sequence[FailureCount]
-    transfers: TransferTotals
+    agents: AgentReports
     proxy: ProxyFacts
 
 
@@ -128,7 +127,7 @@ def node_page(view: FleetView, agent: Incarnation) -> Page:
     return _no_agent(agent)
 
 
-def agent_page(view: FleetView, agent: Incarnation, histories: AgentHistories) -> Page:
+def agent_page(view: FleetView, agent: Incarnation, reports: AgentReports) -> Page:
     """Return what the operator's page shows of one agent, or a 404."""
     for position, node in enumerate(view.snapshot.nodes):
         if node.incarnation == agent:
@@ -140,7 +139,7 @@ def agent_page(view: FleetView, agent: Incarnation, histories: AgentHistories) -
                     "uptime_s": info.uptime_s,
                     "max_model_len": info.max_model_len,
                     "geometry": info.geometry,
-                    **histories.charts(agent),
+                    **reports.charts(agent),
                 }
             )
     return _no_agent(agent)
@@ -204,11 +203,11 @@ async def dashboard_page(view: FleetView, activity: Activity, model: str = "") -
                     "seconds": pair.use.seconds,
                     "age_s": round(now - pair.at, 1),
                 }
-                for pair in activity.transfers.pairs(MAX_SHOWN)
+                for pair in activity.agents.pairs(MAX_SHOWN)
             ),
-            "num_pairs": activity.transfers.num_pairs,
-            "pull_failures": activity.transfers.failures(),
-            "totals": activity.transfers.totals(),
+            "num_pairs": activity.agents.num_pairs,
+            "pull_failures": activity.agents.failures(),
+            "totals": activity.agents.totals(),
         }
     )
     return Page(body=body)

@@ -17,7 +17,7 @@ from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.fleet.registry import ROLES
 from kvferry.proxy.fleet.snapshot import Node
 from kvferry.proxy.server import RunningProxy, running_proxy
-from kvferry.proxy.telemetry.transfer_totals import TransferTotals
+from kvferry.proxy.telemetry.agent_reports import AgentReports
 from kvferry.proxy.wire.registration import Capacity, Incarnation, WorkReport
 from tests.helpers.waiting import until
 from tests.unit.transfer.rig import GEOMETRY
@@ -119,8 +119,8 @@ async def test_what_the_server_has_pulled_is_added_up_by_the_proxy() -> None:
     """From when the proxy has heard it first; the operator's page shows it."""
     work = Work(work=WorkReport(pull_bytes=1_000_000))
     async with running_proxy(ProxyConfig(port=0, discovery_port=0)) as proxy, asyncio.TaskGroup() as tasks:
-        totals = TransferTotals(proxy.fleet.clock)
-        proxy.fleet.registry.subscribe(totals.note)
+        reports = AgentReports(proxy.fleet.clock)
+        proxy.fleet.registry.subscribe(reports.note)
         proxies = (f"127.0.0.1:{proxy.discovery_port}",)
         announcement = Announcement(SERVER, work, lambda: 8, proxies=proxies)
         running = tasks.create_task(announcement.run(cast(Any, work)))
@@ -129,7 +129,7 @@ async def test_what_the_server_has_pulled_is_added_up_by_the_proxy() -> None:
         assert info.device == "cpu"
         assert info.uptime_s is not None and info.uptime_s > 0.0
         work.work = WorkReport(pull_bytes=1_000_007, failures={"deadline": 1})
-        await until(lambda: totals.totals().pull_bytes)
+        await until(lambda: reports.totals().pull_bytes)
         running.cancel()
-    assert totals.totals().pull_bytes == 7
-    assert totals.failures() == {"deadline": 1}
+    assert reports.totals().pull_bytes == 7
+    assert reports.failures() == {"deadline": 1}
