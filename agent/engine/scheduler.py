@@ -28,7 +28,7 @@ from kvferry.agent.engine.admission import Limits, check_request, duplicate_tran
 from kvferry.agent.engine.blocks import BlockAllocator, OutOfBlocks
 from kvferry.agent.engine.kv_cache import KVCacheManager
 from kvferry.agent.engine.masks import MaskResult, MaskSource
-from kvferry.agent.engine.prefix_transfers import PrefixOutcome, PrefixTransfers
+from kvferry.agent.engine.prefix_lenders import PrefixLenders
 from kvferry.agent.engine.sequence import Clock, Request, Sequence, SequenceState
 from kvferry.agent.engine.transfers import PullOutcome, TransferLedger
 from kvferry.agent.messages.requests import Output, RequestFailed, Submit, Token
@@ -95,7 +95,7 @@ class Scheduler:
         self.work = WorkCounts()
         self._meter = CapacityMeter(limits.max_num_seqs, allocator.num_blocks)
         self._transfers = TransferLedger(limits, allocator, connector, self.work)
-        self._prefixes = PrefixTransfers(limits, allocator, connector)
+        self._lenders = PrefixLenders(limits)
         self._masks = masks
         self._requests: dict[str, Request] = {}
         self._waiting: deque[Sequence] = deque()
@@ -114,7 +114,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting) + len(self._awaiting_kv())
+        return len(self._waiting) + len(self._transfers.pulling())
 
     @property
     def is_idle(self) -> bool:
@@ -145,9 +145,7 @@ class Scheduler:
         sequences = [seq for request in self._requests.values() for seq in request.sequences.values()]
         held = [seq.blocks for seq in sequences]
         copied = [[source for source, _ in self._plan.copies]] if self._plan else []
-        self._allocator.check_integrity(
-            [*held, *copied, *self._transfers.holders(), *self._prefixes.holders()]
-        )
+        self._allocator.check_integrity([*held, *copied, *self._transfers.holders()])
 
     # Requests.
 
@@ -220,20 +218,16 @@ class Scheduler:
     def handle_event(self, event: PlaneEvent, now: float) -> None:
         """Act on what the transfer plane reports."""
         if isinstance(event, LeaseEnded):
-            self._prefixes.loan_ended(event)
             request = self._transfers.lease_ended(event)
             if request is not None:
                 self._fail(request, 409, "transfer_dropped", f"The KV transfer was {event.cause}.")
         elif isinstance(event, LoanRequested):
-            self._prefixes.grant(event, reserve=self._num_growing())
+            self._transfers.grant_prefix(event, reserve=self._num_growing())
         elif isinstance(event, PullDone):
-            self._prefix_ended(self._prefixes.arrived(event), now)
             self._pull_ended(self._transfers.pull_done(event), now)
         elif isinstance(event, PullFailed):
-            self._prefix_ended(self._prefixes.failed(event, now), now)
-            self._pull_ended(self._transfers.pull_failed(event), now)
+            self._pull_ended(self._transfers.pull_failed(event, now), now)
         else:
-            self._prefixes.quiescent(event.transfer_id)
             self._transfers.pull_quiescent(event.transfer_id)
 
     def handle_mask(self, result: MaskResult) -> None:
@@ -246,10 +240,8 @@ class Scheduler:
         else:
             sequence.known_mask = result.position, result.bits
 
-    def _prefix_ended(self, outcome: PrefixOutcome | None, now: float) -> None:
+    def _prefix_ended(self, outcome: PullOutcome, now: float) -> None:
         """Compute the prompt from the end of its proven prefix on; after a failure begin anew."""
-        if outcome is None:
-            return
         sequence, request = outcome.sequence, outcome.sequence.request
         request.note_prefix_pull(now, outcome.failure)
         if outcome.failure is not None:
@@ -257,8 +249,8 @@ class Scheduler:
             return
         self._kv_cache.remember(sequence)
         request.cached_tokens = sequence.num_computed
-        self.counters.prompt_tokens["pulled_prefix"] += request.prefix_tokens
-        self._meter.cached(request.prefix_tokens)
+        self.counters.prompt_tokens["pulled_prefix"] += outcome.num_tokens
+        self._meter.cached(outcome.num_tokens)
         if self._open_lease(sequence, now):
             sequence.transition(SequenceState.RUNNING)
             self._running.append(sequence)
@@ -266,6 +258,9 @@ class Scheduler:
     def _pull_ended(self, outcome: PullOutcome | None, now: float) -> None:
         """Decode from the pulled KV; else compute the prompt here, or fail the request."""
         if outcome is None:
+            return
+        if outcome.is_prefix:
+            self._prefix_ended(outcome, now)
             return
         sequence, request = outcome.sequence, outcome.sequence.request
         if outcome.failure is None:
@@ -373,7 +368,7 @@ class Scheduler:
             prompt_tokens=plan.num_prompt_tokens,
             decoded=plan.num_decoding,
             blocks_used=self._allocator.counts().used,
-            holders=len(self._running) + len(self._awaiting_kv()),
+            holders=len(self._running) + len(self._transfers.pulling()),
         )
 
     # Planning.
@@ -432,25 +427,23 @@ class Scheduler:
         """
         while self._waiting and not plan.preempted and self._fits(plan, self._limits.prefill_chunk):
             sequence = self._waiting[0]
-            slots = sum(seq.num_slots for seq in [*self._running, *self._awaiting_kv()])
+            slots = sum(seq.num_slots for seq in [*self._running, *self._transfers.pulling()])
             if slots + sequence.num_slots > self._limits.max_num_seqs:
                 return
             if not self._kv_cache.allocate(sequence, reserve=self._num_growing()):
                 return
-            pulls_prefix = self._prefixes.wants(sequence, now)
-            if sequence.request.produces and not pulls_prefix and not self._open_lease(sequence, now):
+            request = sequence.request
+            borrowed = self._lenders.wanted(sequence, now)
+            if request.produces and not borrowed and not self._open_lease(sequence, now):
                 continue
             self._waiting.popleft()
             self._note_admission(sequence, now)
-            if pulls_prefix:
+            if borrowed and request.prefix_source is not None:
                 sequence.transition(SequenceState.WAITING_FOR_REMOTE_KV)
-                self._prefixes.start_pull(sequence, now)
+                lender = self._lenders.find(request.prefix_source)
+                self._transfers.start_prefix_pull(sequence, lender, borrowed, now)
             else:
                 self._start(plan, sequence, now)
-
-    def _awaiting_kv(self) -> list[Sequence]:
-        """Sequences that wait for KV of another agent."""
-        return [*self._transfers.pulling(), *self._prefixes.waiting()]
 
     def _num_growing(self) -> int:
         """How many running sequences may need another block."""
@@ -599,7 +592,7 @@ class Scheduler:
         """Forget a request: its lease is withdrawn and its pull abandoned before its blocks are freed."""
         self._forget(request)
         if request.produces:
-            self._prefixes.abandon(request)
+            self._transfers.abandon_pull(request)
             self._transfers.withdraw(request)
         if request.pulls and not request.forked:
             self._transfers.abandon_pull(request)

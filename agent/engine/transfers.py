@@ -3,56 +3,75 @@
 
 The ledger outlives the requests it serves: an aborted request's blocks come back by the plane's event, never
 before (I3), and a lease's blocks are freed only after its end is committed (I1).
+
+A prompt may also be pulled in part: a *prefix*, lent by the cache of another agent. A loan is a lease like
+any other, over blocks that the prefix cache names: they are found by the hashes of all tokens up to each
+block's end, cache_salt included. A prefix is pulled and proven like any KV; until then, and whenever that
+fails, it counts as not computed (I1).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
 from kvferry.agent.announce.work_counts import WorkCounts
 from kvferry.agent.engine.admission import Limits
-from kvferry.agent.engine.blocks import BlockAllocator, hash_prompt
+from kvferry.agent.engine.blocks import BlockAllocator, BlockHash, hash_prompt
+from kvferry.agent.engine.prefix_lenders import Lender
 from kvferry.agent.engine.sequence import Request, Sequence
 from kvferry.agent.messages.requests import RemoteKV, SamplingParams, Token, TokenLogprob
 from kvferry.transfer.connector import SchedulerConnector
-from kvferry.transfer.events import NO_FAULT, LeaseEnded, PullDone, PullFailed
-from kvferry.transfer.plane import one_group
+from kvferry.transfer.events import NO_FAULT, LeaseEnded, LoanRequested, PullDone, PullFailed
+from kvferry.transfer.ids import new_transfer_id
+from kvferry.transfer.plane import MAX_LOAN_S, one_group
 from kvferry.transfer.sampled_tokens import SampledToken, SampledTokens
 
 
 @dataclass(eq=False, slots=True)
-class _LeasedPrompt:
+class _Lease:
     blocks: list[int]
-    request: Request | None
-    """The request that still fills the blocks; None once its output is out."""
+    request: Request | None = None
+    """The request that still fills the blocks; None once its output is out, and for a loan."""
 
 
 @dataclass(eq=False, slots=True)
-class _PulledPrompt:
-    shared: list[int]
-    """Blocks of a cached prefix, in front."""
+class _Pull:
+    """A sequence's blocks: `before` have their KV, `destination` is written to, `after` is for later."""
+
+    before: list[int]
     destination: list[int]
     sequence: Sequence | None
     """The sequence that waits for the KV; None once it is abandoned."""
     producer: str
     """Its incarnation."""
     began_at: float
+    after: list[int] = field(default_factory=list)
+    """Of a prefix."""
+    lender: Lender | None = None
+    """Of a prefix."""
+
+    @property
+    def blocks(self) -> list[int]:
+        return [*self.before, *self.destination, *self.after]
 
 
 @dataclass(frozen=True, slots=True)
 class PullOutcome:
-    """How the pull ended that a sequence waits for. Without `failure` its KV is complete and proven."""
+    """How the pull ended that a sequence waits for. Without `failure` it has its blocks again, and what came
+    is complete and proven; with it, it has none.
+    """
 
     sequence: Sequence
     began_at: float
     backend: str
     failure: str | None = None
+    is_prefix: bool = False
     num_tokens: int = 0
-    """Of the prompt, pulled: all that was not cached."""
+    """Of the prompt, pulled; of a whole one all that was not cached."""
 
 
 class TransferLedger:
@@ -65,9 +84,9 @@ class TransferLedger:
         self._work = work
         self._allocator = allocator
         self._connector = connector
-        self._leases: dict[str, _LeasedPrompt] = {}
+        self._leases: dict[str, _Lease] = {}
         self._held: set[str] = set()
-        self._pulls: dict[str, _PulledPrompt] = {}
+        self._pulls: dict[str, _Pull] = {}
         self._quarantine: dict[str, list[int]] = {}
 
     def is_known(self, transfer_id: str) -> bool:
@@ -89,7 +108,7 @@ class TransferLedger:
             transfer_id, one_group(blocks), len(ids), hash_prompt(ids), request.deadline - now
         )
         self._allocator.lease(blocks)
-        self._leases[transfer_id] = _LeasedPrompt(blocks, request)
+        self._leases[transfer_id] = _Lease(blocks, request)
         if sequence.num_remembered:
             self.advance(request, sequence.num_remembered)
 
@@ -116,6 +135,20 @@ class TransferLedger:
     def drop(self, transfer_id: str) -> None:
         """End a lease whose reader will not come; its blocks come back by the plane's event."""
         self._connector.drop(transfer_id)
+
+    def grant_prefix(self, event: LoanRequested, reserve: int) -> None:
+        """Lease the blocks of the longest known run of these hashes, and say how many they are.
+
+        Nothing is lent that would leave fewer than `reserve` blocks free for running sequences to grow into.
+        """
+        blocks = self._allocator.find_prefix(event.hashes) if self._limits.prefix_cache else []
+        if self._allocator.num_free - self._allocator.num_cached(blocks) < reserve:
+            blocks = []
+        ids_hash = event.hashes[len(blocks) - 1].hex() if blocks else ""
+        num_tokens = len(blocks) * self._limits.block_size
+        if self._connector.grant_prefix(event.transfer_id, blocks, num_tokens, ids_hash):
+            self._allocator.lease(blocks)
+            self._leases[event.transfer_id] = _Lease(blocks)
 
     def lease_ended(self, event: LeaseEnded) -> Request | None:
         """Free a lease's blocks. Returns the request that was still filling them, if it must end for that.
@@ -162,7 +195,7 @@ class TransferLedger:
             timeout_s = min(self._limits.pull_timeout_s, request.deadline - now)
             fill_s = request.deadline - now - timeout_s
         self._held.remove(kv.transfer_id)
-        self._pulls[kv.transfer_id] = _PulledPrompt(
+        self._pulls[kv.transfer_id] = _Pull(
             blocks[:num_shared], blocks[num_shared:], sequence, kv.source.engine_id, now
         )
         sequence.blocks = []
@@ -170,9 +203,34 @@ class TransferLedger:
         missing = one_group(blocks, num_shared)
         self._connector.pull(kv.transfer_id, kv.source, missing, timeout_s, ids_hash, fill_s)
 
+    def start_prefix_pull(
+        self, sequence: Sequence, lender: Lender, hashes: list[BlockHash], now: float
+    ) -> None:
+        """Ask for blocks of the prompt that the sequence lacks. Its own are the ledger's until the end."""
+        request, blocks, num_known = sequence.request, sequence.blocks, sequence.num_remembered
+        assert request.prefix_source is not None
+        upto = num_known + len(hashes)
+        source = request.prefix_source.agent(len(hashes) * self._limits.block_size)
+        lender.num_asking += 1
+        request.prefix_pull = transfer_id = new_transfer_id()
+        self._pulls[transfer_id] = pull = _Pull(
+            blocks[:num_known],
+            blocks[num_known:upto],
+            sequence,
+            source.engine_id,
+            now,
+            after=blocks[upto:],
+            lender=lender,
+        )
+        sequence.blocks = []
+        timeout_s = min(MAX_LOAN_S, self._limits.pull_timeout_s, request.deadline - now)
+        self._connector.pull_prefix(transfer_id, source, pull.destination, hashes, timeout_s)
+
     def abandon_pull(self, request: Request) -> None:
         """Cancel what is held or pulled for a request; blocks come back by the plane's event."""
-        transfer_id = _pulled(request).transfer_id
+        transfer_id = request.prefix_pull if request.produces else _pulled(request).transfer_id
+        if transfer_id is None:
+            return
         self._held.discard(transfer_id)
         if transfer_id in self._pulls:
             self._pulls[transfer_id].sequence = None
@@ -186,16 +244,22 @@ class TransferLedger:
         pull = self._pulls.pop(event.transfer_id, None)
         if pull is None:
             return None
-        self._work.pull_done(pull.producer, event)
+        if pull.lender is None:
+            self._work.pull_done(pull.producer, event)
+        else:
+            pull.lender.num_asking -= 1
+            pull.lender.answered()
         sequence = pull.sequence
         if sequence is None:
-            self._allocator.release([*pull.shared, *pull.destination])
+            self._allocator.release(reversed(pull.blocks))
             return None
+        if pull.lender is not None:
+            return self._prefix_done(sequence, pull, event)
         request = sequence.request
         if request.awaits_first_tokens and not self._adopt(request, event.first_tokens):
-            self._allocator.release(reversed([*pull.shared, *pull.destination]))
+            self._allocator.release(reversed(pull.blocks))
             return PullOutcome(sequence, pull.began_at, event.backend, "no_first_tokens")
-        sequence.blocks = [*pull.shared, *pull.destination]
+        sequence.blocks = pull.blocks
         sequence.num_computed = request.prompt_len
         request.timing = msgspec.structs.replace(
             request.timing,
@@ -209,17 +273,34 @@ class TransferLedger:
             rank_reads=event.rank_reads,
             backend=event.backend,
         )
-        cached = len(pull.shared) * self._limits.block_size
+        cached = len(pull.before) * self._limits.block_size
         return PullOutcome(sequence, pull.began_at, event.backend, num_tokens=request.prompt_len - cached)
 
-    def pull_failed(self, event: PullFailed) -> PullOutcome | None:
-        """Free the blocks, through quarantine if a write may still come; None if no sequence waits."""
+    def _prefix_done(self, sequence: Sequence, pull: _Pull, event: PullDone) -> PullOutcome:
+        """Give the blocks back to the sequence, its prefix longer by what came."""
+        request, num_tokens = sequence.request, event.num_blocks * self._limits.block_size
+        request.prefix_pull = request.prefix_source = None
+        sequence.blocks = pull.blocks
+        sequence.num_computed = (len(pull.before) + event.num_blocks) * self._limits.block_size
+        request.prefix_tokens = num_tokens
+        request.timing = msgspec.structs.replace(
+            request.timing, prefix_pull_bytes=event.nbytes, prefix_tokens=num_tokens
+        )
+        return PullOutcome(sequence, pull.began_at, event.backend, is_prefix=True, num_tokens=num_tokens)
+
+    def pull_failed(self, event: PullFailed, now: float) -> PullOutcome | None:
+        """Free the blocks, through quarantine if a write may still come; None if no sequence waits.
+
+        Unless the pull of a prefix was cancelled, its lender is not asked again for a while.
+        """
         pull = self._pulls.pop(event.transfer_id, None)
         if pull is None:
             return None
-        if event.reason not in NO_FAULT:
+        if pull.lender is not None:
+            pull.lender.num_asking -= 1
+        elif event.reason not in NO_FAULT:
             self._work.pull_failed(pull.producer, event)
-        self._allocator.release(pull.shared)
+        self._allocator.release(reversed([*pull.before, *pull.after]))
         if event.quiescent:
             self._allocator.release(pull.destination)
         else:
@@ -227,9 +308,14 @@ class TransferLedger:
             self._quarantine[event.transfer_id] = pull.destination
         if pull.sequence is None:
             return None
-        if pull.sequence.request.awaits_first_tokens:
-            self._adopt(pull.sequence.request, event.first_tokens)
-        return PullOutcome(pull.sequence, pull.began_at, event.backend, event.reason)
+        request = pull.sequence.request
+        if pull.lender is not None:
+            pull.lender.failed(now)
+            request.prefix_pull = request.prefix_source = None
+        elif request.awaits_first_tokens:
+            self._adopt(request, event.first_tokens)
+        is_prefix = pull.lender is not None
+        return PullOutcome(pull.sequence, pull.began_at, event.backend, event.reason, is_prefix)
 
     def pull_quiescent(self, transfer_id: str) -> None:
         """Free quarantined blocks: no write can come any more."""
@@ -251,8 +337,7 @@ class TransferLedger:
         for lease in self._leases.values():
             yield lease.blocks
         for pull in self._pulls.values():
-            yield pull.shared
-            yield pull.destination
+            yield pull.blocks
 
 
 def to_wire(tokens: Seq[Token], cached_tokens: int) -> SampledTokens:

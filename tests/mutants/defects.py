@@ -50,14 +50,14 @@ DEFECTS = (
     ),
     Defect(
         sentence="Blocks that a failed pull of a prefix may still write to are used again.",
-        file="agent/engine/prefix_transfers.py",
+        file="agent/engine/transfers.py",
         old="            self._allocator.quarantine(pull.destination)\n",
         new="            self._allocator.release(pull.destination)\n",
         tests=(PREFIXES,),
     ),
     Defect(
         sentence="More blocks of a prefix are asked for than a lender takes.",
-        file="agent/engine/prefix_transfers.py",
+        file="agent/engine/prefix_lenders.py",
         old="[sequence.num_remembered :][:MAX_LOAN_BLOCKS]",
         new="[sequence.num_remembered :]",
         tests=(PREFIXES,),
@@ -71,14 +71,15 @@ DEFECTS = (
     ),
     Defect(
         sentence="Lent blocks are not pinned.",
-        file="agent/engine/prefix_transfers.py",
-        old="            self._allocator.lease(blocks)\n            self._lent[event.transfer_id] = blocks\n",
-        new="            self._lent[event.transfer_id] = []\n",
+        file="agent/engine/transfers.py",
+        old="            self._allocator.lease(blocks)\n"
+        "            self._leases[event.transfer_id] = _Lease(blocks)\n",
+        new="            self._leases[event.transfer_id] = _Lease([])\n",
         tests=(PREFIXES,),
     ),
     Defect(
         sentence="Fewer blocks came of a prefix than count as computed.",
-        file="agent/engine/prefix_transfers.py",
+        file="agent/engine/transfers.py",
         old="(len(pull.before) + event.num_blocks) *",
         new="(len(pull.before) + len(pull.destination)) *",
         tests=(PREFIXES,),

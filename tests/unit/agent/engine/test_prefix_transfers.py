@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvferry.agent.engine.blocks import hash_blocks
-from kvferry.agent.engine.prefix_transfers import MAX_PAUSE_S, PAUSE_S
+from kvferry.agent.engine.prefix_lenders import MAX_PAUSE_S, PAUSE_S
 from kvferry.agent.messages.requests import Output, PrefixSource, RequestFailed, Submit
 from kvferry.transfer.plane import MAX_LOAN_S, one_group
 from tests.standins.connector import StandInPrefixPull
@@ -93,7 +93,7 @@ def test_the_last_token_is_always_computed() -> None:
 
 def test_no_more_is_asked_for_than_a_loan_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lender rejects a longer list, and the prompt would be computed from its beginning."""
-    monkeypatch.setattr("kvferry.agent.engine.prefix_transfers.MAX_LOAN_BLOCKS", 3)
+    monkeypatch.setattr("kvferry.agent.engine.prefix_lenders.MAX_LOAN_BLOCKS", 3)
     engine, transfer_id, pull = borrowing()
     assert pull.hashes == tuple(hash_blocks(PROMPT, SIZE)[:3])
     arrive(engine, transfer_id, 3)
