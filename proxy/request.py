@@ -59,9 +59,12 @@ class RequestHead:
         return None if value is None else value.decode("latin-1")
 
 
-class StreamOptions(msgspec.Struct):
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """What some engine knows; the proxy reads the first two."""
+
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
 
 
 class Message(msgspec.Struct, gc=False):

@@ -78,15 +78,6 @@ _NO_VARIABLES = frozenset({"chat_template", "conversation", "tokenize", "tokeniz
 """Members of `chat_template_kwargs` that are no template's variables: they replace what a server renders."""
 
 
-class _StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
-    include_obfuscation: bool | None = None
-
-
-_STREAM_OPTIONS = msgspec.json.Decoder(_StreamOptions | None)
-
-
 def allowed_fields(words: Iterable[str]) -> frozenset[str]:
     """Further fields that an operator allows; each word is a name, or several with commas between them.
 
@@ -108,7 +99,6 @@ def check_fields(body: Mapping[str, Any], listed: frozenset[str], allowed: froze
         if name not in listed and name not in allowed and bytes(value) != _NULL:
             message = f"{name} is not passed on to these servers; --allow-fields of the proxy may allow it"
             raise InvalidRequest(message, param=name)
-    check_stream_options(body)
     check_template_variables(body)
 
 
@@ -119,11 +109,3 @@ def check_template_variables(body: Mapping[str, Any]) -> None:
         for name in _NO_VARIABLES & _MEMBERS.decode(kwargs).keys():
             param = f"chat_template_kwargs.{name}"
             raise InvalidRequest(f"{param} is not a variable of a template", param=param)
-
-
-def check_stream_options(body: Mapping[str, Any]) -> None:
-    """Raise `InvalidRequest` for a member of `stream_options` that no engine knows."""
-    try:
-        _STREAM_OPTIONS.decode(body.get("stream_options", _NULL))
-    except msgspec.ValidationError as error:
-        raise InvalidRequest.of_field(error, "stream_options") from error

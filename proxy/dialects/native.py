@@ -25,7 +25,6 @@ from kvferry.proxy.dialects.base import (
     Prefilled,
     SubRequest,
 )
-from kvferry.proxy.dialects.fields import check_stream_options
 from kvferry.proxy.dialects.sent_tokens import SentTokens
 from kvferry.proxy.errors import NOT_JSON, BadResponse, InvalidRequest
 from kvferry.proxy.ids import Identity, TransferId
@@ -59,7 +58,6 @@ class Native(Dialect):
                 "use_beam_search is not supported with kvferry agents", param="use_beam_search"
             )
         # An agent would say so too, but only of the decode leg: the prefill leg is not streamed.
-        check_stream_options(request.body)
         if request.continuous_usage and not request.include_usage:
             message = "continuous_usage_stats needs include_usage to be true"
             raise InvalidRequest(message, param="stream_options")

@@ -84,6 +84,7 @@ def decoded(request: ClientRequest) -> Any:
         ({"stop": 3}, "stop"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+        ({"stream": True, "stream_options": {"priority": 1}}, "stream_options.priority"),
         ({"kv_transfer_params": {"do_remote_decode": True}}, "kv_transfer_params"),
         ({"resume": [{"output_ids": [1]}]}, "resume"),
     ],

@@ -103,7 +103,7 @@ def test_what_is_no_name_cannot_be_allowed(word: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "param"),
     [
-        ("stream_options", {"include_usage": True, "priority": 1}, "stream_options"),
+        ("stream_options", {"include_usage": True, "priority": 1}, "stream_options.priority"),
         ("chat_template_kwargs", {"chat_template": "x"}, "chat_template_kwargs.chat_template"),
         ("chat_template_kwargs", {"enable_thinking": True, "tokenize": 1}, "chat_template_kwargs.tokenize"),
     ],
