@@ -23,7 +23,7 @@ from kvferry.common.http.browser_guard import BrowserGuard
 from kvferry.common.http.refusals import plain_message
 from kvferry.common.http.server import Header
 from kvferry.proxy.api import openapi
-from kvferry.proxy.api.auth import ANONYMOUS, MESSAGES_PREFIX, ApiKeys, Client, authenticate
+from kvferry.proxy.api.auth import ANONYMOUS, ApiKeys, Client, authenticate
 from kvferry.proxy.api.completions import APIS, Completions, error_response
 from kvferry.proxy.api.dashboard import DashboardFeed, add_dashboard
 from kvferry.proxy.api.operator.commands import OperatorApi, PageName
@@ -183,7 +183,7 @@ def create_app(
 
     @app.errorhandler(ProxyError)
     async def on_proxy_error(error: ProxyError) -> Response:
-        status, headers, body = error_response(error, _head().id, _is_anthropic(_head()))
+        status, headers, body = error_response(error, _head())
         return Response(body, status, {name.decode(): value.decode("latin-1") for name, value in headers})
 
     @app.errorhandler(HTTPException)
@@ -271,7 +271,7 @@ async def _send_preflight(headers: Iterable[Header], response: ClientResponse) -
 
 
 async def _send_error(head: RequestHead, error: ProxyError, response: ClientResponse) -> None:
-    response.send(*error_response(error, head.id, _is_anthropic(head)))
+    response.send(*error_response(error, head))
 
 
 def _with_headers(send: Send, headers: Iterable[Header]) -> Send:
@@ -283,10 +283,6 @@ def _with_headers(send: Send, headers: Iterable[Header]) -> Send:
         await send(message)
 
     return send_with_headers
-
-
-def _is_anthropic(head: RequestHead) -> bool:
-    return head.path.startswith(MESSAGES_PREFIX)
 
 
 def _error_of(error: HTTPException) -> ProxyError:

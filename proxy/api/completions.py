@@ -36,7 +36,7 @@ from kvferry.proxy.errors import (
 from kvferry.proxy.exchange.exchange import Exchange
 from kvferry.proxy.exchange.legs import PausableSource
 from kvferry.proxy.http.client_connection import ClientResponse
-from kvferry.proxy.ids import Api, Endpoint, Identity, RequestId, new_identity
+from kvferry.proxy.ids import Api, Endpoint, Identity, new_identity
 from kvferry.proxy.request import (
     ClientRequest,
     ReportedUsage,
@@ -140,7 +140,7 @@ class Completions:
         make_translation, log = TRANSLATIONS.get(head.path), self._begin(head)
         translation = None if make_translation is None else make_translation()
         endpoint: Endpoint = "completions" if log.api == "completions" else "chat/completions"
-        writer = ResponseWriter(response, log, translation)
+        writer = ResponseWriter(response, head, log, translation)
         tokens: TokenReservation | None = None
         exchange: Exchange | None = None
         refused = False
@@ -256,9 +256,14 @@ class ResponseWriter:
     """
 
     def __init__(
-        self, response: ClientResponse, log: RequestLog, translation: Translation | None = None
+        self,
+        response: ClientResponse,
+        head: RequestHead,
+        log: RequestLog,
+        translation: Translation | None = None,
     ) -> None:
         self._response = response
+        self._head = head
         self._log = log
         self._translation = translation
         self._sources: list[PausableSource] = []
@@ -350,8 +355,7 @@ class ResponseWriter:
         """End the request by an error: as an HTTP status, or in a started stream as an event and `[DONE]`."""
         if not self.is_started:
             self._log.end(error.status, error.code, error.message)
-            is_anthropic = self._log.api == "messages"
-            self._response.send(*error_response(error, self._log.request_id, is_anthropic))
+            self._response.send(*error_response(error, self._head))
             return
         self.write(sse.event(error.body()) + sse.DONE)
         self._outcome = error.status, error.code, error.message
@@ -400,7 +404,7 @@ class ResponseWriter:
 
     def _headers(self) -> tuple[Header, Header]:
         timing = (b"server-timing", self._log.server_timing().encode("latin-1"))
-        return (b"x-request-id", self._log.request_id.encode()), timing
+        return (b"x-request-id", self._head.id.encode()), timing
 
     def _on_pause(self, paused: bool) -> None:
         self._is_paused = paused
@@ -423,11 +427,9 @@ def _without_usage(event: bytes) -> bytes:
     return sse.event(members)
 
 
-def error_response(
-    error: ProxyError, request_id: RequestId, is_anthropic: bool
-) -> tuple[int, list[Header], bytes]:
-    """The status, headers and body of an error in OpenAI's or Anthropic's format."""
-    body = messages.error_body(error) if is_anthropic else error.body()
+def error_response(error: ProxyError, head: RequestHead) -> tuple[int, list[Header], bytes]:
+    """The status, headers and body of an error, in the format of the API that was called."""
+    body = messages.error_body(error) if head.path.startswith(messages.PATH) else error.body()
     headers = [(name.lower().encode(), value.encode("latin-1")) for name, value in error.headers.items()]
     content = (b"content-type", b"application/json")
-    return error.status, [content, (b"x-request-id", request_id.encode()), *headers], body
+    return error.status, [content, (b"x-request-id", head.id.encode()), *headers], body

@@ -53,7 +53,6 @@ from kvferry.proxy.exchange.kv_lifetime import ExpiryCounts, KvDrops, KvEndpoint
 from kvferry.proxy.exchange.legs import (
     AGENT_FAILURES,
     Legs,
-    ReservedPair,
     ResponseSink,
     lost,
     read_events,
@@ -71,6 +70,7 @@ from kvferry.proxy.exchange.sub_requests import (
     raise_one,
     split,
 )
+from kvferry.proxy.fleet.admission import Reservation
 from kvferry.proxy.fleet.routing.routing_request import PrefixLender
 from kvferry.proxy.http.pool import UpstreamPool, UpstreamRequest, now
 from kvferry.proxy.ids import Identity
@@ -140,7 +140,7 @@ class Attempt:
     """
 
     def __init__(
-        self, context: AttemptContext, state: RequestState, reservation: ReservedPair, *, is_retry: bool
+        self, context: AttemptContext, state: RequestState, reservation: Reservation, *, is_retry: bool
     ) -> None:
         pair = reservation.pair
         self.context = context

@@ -26,7 +26,6 @@ from kvferry.proxy.errors import (
     ProxyError,
     shorten,
 )
-from kvferry.proxy.fleet.routing.routing_request import Pair
 from kvferry.proxy.http.pool import UpstreamPool, UpstreamRequest, now
 from kvferry.proxy.telemetry.request_trace import CANCELLED, RequestTrace
 from kvferry.proxy.wire.registration import Incarnation, Register
@@ -66,15 +65,6 @@ class ResponseSink(sse.EventWriter, Protocol):
 
     def throttling(self, source: PausableSource) -> AbstractContextManager[None]:
         """While open, pause `source` whenever the client reads too slowly."""
-
-
-class ReservedPair(Protocol):
-    """The pair of an attempt, with its slots (`Reservation`)."""
-
-    pair: Pair
-
-    def prefill_over(self) -> None: ...
-    def release(self) -> None: ...
 
 
 class Legs:

@@ -77,7 +77,7 @@ class FakeSource:
 def test_a_client_that_does_not_read_pauses_every_source() -> None:
     """The sub-requests of one request are read side by side; also a source that begins later waits."""
     response: Any = SimpleNamespace()
-    writer = ResponseWriter(response, cast(Any, None))
+    writer = ResponseWriter(response, cast(Any, None), cast(Any, None))
     first, second, ended = FakeSource(), FakeSource(), FakeSource()
     with writer.throttling(ended):
         pass
