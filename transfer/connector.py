@@ -28,7 +28,7 @@ class SchedulerConnector:
         self._wake = wake
         self._events: list[PlaneEvent] = []
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._ranks = RankGroup(config.tp_size)
+        self._ranks = RankGroup(config.rank_addresses)
         self._producer = Producer(config, self._ranks, self._emit)
         self._consumer = Consumer(config, self._ranks, self._emit)
         self.control_port = config.control_port
@@ -40,7 +40,7 @@ class SchedulerConnector:
         channel cannot be bound, and RuntimeError if no backend is open on every rank.
         """
         self._context = zmq.Context()
-        await self._ranks.start(self._config.rank_addresses, timeout_s, self._consumer)
+        await self._ranks.start(timeout_s, self._consumer)
         if not self._ranks.transfers:
             raise RuntimeError("no transfer backend is open on every rank")
         self.control_port = self._producer.start(self._context)

@@ -91,7 +91,7 @@ class PlaneConfig:
         quarantine_s: Seconds after which a failed read that may still be written ends by force.
         weights: Identity of the weights; KV of other weights is of no use.
         host_id: Identity of the host, for backends that work within one only.
-        rank_addresses: Where this agent's ranks listen, in order of rank.
+        rank_addresses: Where this agent's ranks listen, in order of rank: all of them, whatever they split.
         verify_kv: Sum every block that we lend, and check the sums of what we pull.
         lends_prefixes: Our scheduler answers `LoanRequested`; else nothing of our prefix cache is lent.
         max_staged: Readers that may wait for prefills which have not begun.
@@ -106,7 +106,6 @@ class PlaneConfig:
     lease_s: float
     renew_s: float | None = None
     quarantine_s: float = 30.0
-    tp_size: int
     geometry: KVGeometry
     num_blocks: int
     weights: str
@@ -116,6 +115,10 @@ class PlaneConfig:
     lends_prefixes: bool = False
     max_staged: int = MAX_STAGED
     curve_secret: str | None = field(default=None, repr=False)
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.rank_addresses)
 
     @property
     def cluster_key(self) -> ClusterKey | None:

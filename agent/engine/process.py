@@ -282,7 +282,6 @@ def make_plane_config(boot: Boot, ready: RankReady, run_dir: Path) -> PlaneConfi
         advertise_host=config.advertised_host,
         transfer=config.transfer,
         lease_s=config.lease_s,
-        tp_size=config.tp,
         geometry=msgspec.convert(ready.geometry, KVGeometry),
         num_blocks=ready.num_blocks,
         weights=ready.weights,

@@ -82,7 +82,6 @@ def start_connector_scheduler(
         advertise_host=settings.advertised_host,
         transfer=settings.transfer,
         lease_s=settings.lease_s,
-        tp_size=len(ranks),
         geometry=geometry,
         num_blocks=first.num_blocks,
         weights=server.weights,

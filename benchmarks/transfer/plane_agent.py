@@ -77,7 +77,6 @@ class PlaneAgent:
             advertise_host="127.0.0.1",
             transfer=backend,
             lease_s=LEASE_S,
-            tp_size=1,
             geometry=geometry,
             num_blocks=num_blocks,
             weights="bench",

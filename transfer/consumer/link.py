@@ -295,7 +295,7 @@ class Link:
         Calls `on_verified` once, with the first mismatch or an empty string.
         """
         config = self._config
-        columns = source_columns(config.geometry, tp_size=config.tp_size, remote_tp_size=self.tp_size)
+        columns = source_columns(config.geometry, tp_size=config.num_ranks, remote_tp_size=self.tp_size)
 
         def compare(sums: SumTable) -> None:
             on_verified(first_mismatch(sums, checksums, local_blocks, columns))
@@ -327,7 +327,7 @@ class Link:
         config = self._config
         ranks = tuple(
             {name: self._ranks.descriptions(name)[rank] for name in self._offer}
-            for rank in range(config.tp_size)
+            for rank in range(config.num_ranks)
         )
         hello = wire.Hello(
             seq=self._client.next_seq(),

@@ -58,7 +58,7 @@ class Producer:
         self._config = config
         self._ranks = ranks
         self._emit = emit
-        columns = num_columns(config.geometry, config.tp_size) if config.verify_kv else 0
+        columns = num_columns(config.geometry, config.num_ranks) if config.verify_kv else 0
         self._table = LeaseTable(
             config.lease_s,
             max_blocks=wire.max_blocks(columns * SUM_BYTES),

@@ -56,37 +56,39 @@ class _Sums:
 
 
 class RankGroup:
-    """All TP ranks of this agent as one: commands go to all, and one event comes back (I6)."""
+    """All ranks of this agent as one: commands go to all, and one event comes back (I6).
 
-    def __init__(self, tp_size: int) -> None:
-        self._tp_size = tp_size
+    Args:
+        addresses: Where they listen, in order of rank.
+    """
+
+    def __init__(self, addresses: Sequence[RankAddress]) -> None:
+        self._addresses = addresses
+        self._num_ranks = len(addresses)
         self._hellos: dict[int, wire.RankHello] = {}
         self._welcomed: set[int] = set()
         self._complete = asyncio.Event()
         self._connections: dict[int, RankConnection] = {}
-        self._remote: set[int] = set()
+        self._remote = {rank for rank, each in enumerate(addresses) if isinstance(each, RemoteRank)}
         """Ranks on other hosts."""
-        self._links: Aggregator[tuple[int, str]] = Aggregator(tp_size)
-        self._reads: Aggregator[tuple[TransferId, int]] = Aggregator(tp_size)
+        self._links: Aggregator[tuple[int, str]] = Aggregator(self._num_ranks)
+        self._reads: Aggregator[tuple[TransferId, int]] = Aggregator(self._num_ranks)
         self._sums: dict[int, _Sums] = {}
         self._sum_numbers = itertools.count()
         self.secret = new_secret()
 
-    async def start(self, addresses: Sequence[RankAddress], timeout_s: float, events: RankEvents) -> None:
-        """Connect to every rank, in order of rank, and wait until each admits peers.
+    async def start(self, timeout_s: float, events: RankEvents) -> None:
+        """Connect to every rank, and wait until each admits peers.
 
         Raises TimeoutError naming the ranks that do not, and OSError if one does not listen.
         """
-        if len(addresses) != self._tp_size:
-            raise ValueError(f"{len(addresses)} addresses of {self._tp_size} ranks")
-        self._remote = {rank for rank, each in enumerate(addresses) if isinstance(each, RemoteRank)}
         try:
             async with asyncio.timeout(timeout_s):
-                for rank, address in enumerate(addresses):
+                for rank, address in enumerate(self._addresses):
                     self._connections[rank] = await self._dial(rank, address, events)
                 await self._complete.wait()
         except TimeoutError as error:
-            missing = sorted(set(range(self._tp_size)) - self._welcomed)
+            missing = sorted(set(range(self._num_ranks)) - self._welcomed)
             raise TimeoutError(f"transfer: ranks {missing} did not report within {timeout_s} s") from error
 
     async def _dial(self, rank: int, address: RankAddress, events: RankEvents) -> RankConnection:
@@ -110,12 +112,12 @@ class RankGroup:
 
     def descriptions(self, transfer: str) -> tuple[EngineDescription, ...]:
         """The ranks' addresses for peers with one backend, in order of rank."""
-        return tuple(self._hellos[rank].engines[transfer] for rank in range(self._tp_size))
+        return tuple(self._hellos[rank].engines[transfer] for rank in range(self._num_ranks))
 
     @property
     def placements(self) -> tuple[Placement, ...]:
         """Where each rank's KV lies, in order of rank."""
-        return tuple(self._hellos[rank].placement for rank in range(self._tp_size))
+        return tuple(self._hellos[rank].placement for rank in range(self._num_ranks))
 
     def connect(self, command: wire.Connect) -> None:
         """Connect every rank; comes to one `link_connected`."""
@@ -143,12 +145,12 @@ class RankGroup:
 
     def broadcast(self, command: wire.Command) -> None:
         """Send a command to every rank."""
-        for rank in range(self._tp_size):
+        for rank in range(self._num_ranks):
             self._send(rank, command)
 
     def check_integrity(self) -> None:
         """Raises AssertionError if more ranks have reported than there are."""
-        assert len(self._hellos) <= self._tp_size, "too many ranks"
+        assert len(self._hellos) <= self._num_ranks, "too many ranks"
 
     def close(self) -> None:
         for connection in self._connections.values():
@@ -172,7 +174,7 @@ class RankGroup:
                 self._welcome(rank, report)
             case wire.Welcomed():
                 self._welcomed.add(report.rank)
-                if len(self._welcomed) == self._tp_size:
+                if len(self._welcomed) == self._num_ranks:
                     self._complete.set()
             case wire.Connected():
                 self._connected(events, report)
@@ -229,6 +231,6 @@ class RankGroup:
     def _blocks_summed(self, report: wire.BlocksSummed) -> None:
         sums = self._sums[report.number]
         sums.parts[report.rank] = unpack_sums(report.sums, sums.num_blocks)
-        if len(sums.parts) == self._tp_size:
+        if len(sums.parts) == self._num_ranks:
             del self._sums[report.number]
-            sums.on_sums(np.concatenate([sums.parts[rank] for rank in range(self._tp_size)], axis=1))
+            sums.on_sums(np.concatenate([sums.parts[rank] for rank in range(self._num_ranks)], axis=1))

@@ -57,7 +57,6 @@ class Agent:
             advertise_host="127.0.0.1",
             transfer=transfer,
             lease_s=2.0,
-            tp_size=tp_size,
             geometry=geometry,
             num_blocks=NUM_BLOCKS,
             weights="w",
@@ -108,7 +107,7 @@ class Agent:
             "host": "127.0.0.1",
             "port": self.plane.control_port,
             "num_tokens": num_tokens,
-            "tp_size": self.config.tp_size,
+            "tp_size": self.config.num_ranks,
         }
         return RemotePrompt(**{**values, **changes})
 
@@ -141,7 +140,7 @@ class Agent:
         return torch.rand(shape, generator=generator)
 
     def _ranks(self) -> range:
-        return range(self.config.tp_size)
+        return range(self.config.num_ranks)
 
 
 def thread_seconds() -> dict[int, float]:
