@@ -14,8 +14,7 @@ import msgspec
 from kvferry.common.exceptions import message_of
 from kvferry.common.http.tls import BadCertificate, client_context
 from kvferry.common.options import CommandParser, server_url
-from kvferry.deploy.http_errors import refusal, why_no_response
-from kvferry.deploy.status import MAX_PAGE_BYTES, client_session
+from kvferry.deploy.http_client import MAX_PAGE_BYTES, client_session, refusal, why_no_response
 from kvferry.proxy.canary.pair_record import ProbeReport
 
 CALL_TIMEOUT_S = 300.0

@@ -19,8 +19,14 @@ from kvferry.common.curve import BadClusterKey, ClusterKey
 from kvferry.common.exceptions import message_of
 from kvferry.common.http.tls import BadCertificate, client_context
 from kvferry.common.options import CommandParser, number, readable_file, server_url
-from kvferry.deploy.http_errors import refusal, why_no_response
-from kvferry.deploy.status import MAX_PAGE_BYTES, StatusFailed, client_session, fetch_nodes
+from kvferry.deploy.http_client import (
+    MAX_PAGE_BYTES,
+    StatusFailed,
+    client_session,
+    fetch_nodes,
+    refusal,
+    why_no_response,
+)
 from kvferry.proxy.api.openapi import NodeView
 
 POLL_S = 0.5

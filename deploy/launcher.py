@@ -32,7 +32,7 @@ from kvferry.common.child_process import ChildProcess
 from kvferry.common.exceptions import message_of, system_reason
 from kvferry.common.options import as_json
 from kvferry.common.roles import Role
-from kvferry.deploy.http_errors import refusal, why_no_response
+from kvferry.deploy.http_client import refusal, why_no_response
 
 LISTENING_TIMEOUT_S = 180.0
 PROGRESS_S = 20.0

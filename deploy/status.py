@@ -8,31 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import json
-import ssl
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-import aiohttp
 import msgspec
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-from kvferry.common.exceptions import NOT_JSON, message_of
+from kvferry.common.exceptions import message_of
 from kvferry.common.http.tls import BadCertificate, client_context
-from kvferry.common.json_errors import explain
 from kvferry.common.options import CommandParser, server_url
-from kvferry.deploy.http_errors import describe_page, refusal, why_no_response
+from kvferry.deploy.http_client import StatusFailed, client_session, fetch_nodes
 from kvferry.deploy.ray.down import add_ray_arguments
 from kvferry.deploy.ray.fleet import PlacedAgent, RayFleet, RayUnusable, connected
 from kvferry.proxy.api.openapi import EventView, NodeList, NodeView
 
 DEFAULT_URL = "http://127.0.0.1:10001"
-CALL_TIMEOUT_S = 5.0
 WATCH_INTERVAL_S = 1.0
-MAX_PAGE_BYTES = 16 << 20
-"""A thousand agents take about half a megabyte."""
 PIPED_COLUMNS = 240
 """How wide the table may be where no terminal sets it."""
 RAY_COLUMNS = ("agent", "node", "state", "process", "starts", "address", "how its last run ended")
@@ -50,45 +44,6 @@ COLUMNS = (
 )
 MAX_EVENTS = 12
 """Most events that are shown, the latest first."""
-
-
-class StatusFailed(RuntimeError):
-    """The proxy's list of agents cannot be had; the message says why."""
-
-
-def client_session(
-    tls: ssl.SSLContext | None, bearer: str | None, timeout_s: float = CALL_TIMEOUT_S
-) -> aiohttp.ClientSession:
-    """Open the HTTP client of an operator's command. `bearer`: the key or token it sends, `tls`: whom it
-    trusts; the system's authorities if None.
-    """
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(ssl=True if tls is None else tls),
-        timeout=aiohttp.ClientTimeout(total=timeout_s),
-        headers={} if bearer is None else {"Authorization": f"Bearer {bearer}"},
-        trust_env=False,
-    )
-
-
-async def fetch_nodes(http: aiohttp.ClientSession, url: str) -> NodeList:
-    """Return a proxy's list of agents. Raises `StatusFailed`."""
-    try:
-        async with http.get(f"{url}/nodes") as response:
-            page = bytearray()
-            async for part in response.content.iter_any():
-                page += part
-                if len(page) > MAX_PAGE_BYTES:
-                    raise StatusFailed(f"{url} answered with more than {MAX_PAGE_BYTES} bytes")
-            if response.status != 200:
-                raise StatusFailed(refusal(url, response.status, page, server="a kvferry proxy"))
-        return msgspec.json.decode(page, type=NodeList)
-    except (aiohttp.ClientError, TimeoutError) as error:
-        raise StatusFailed(f"{url} cannot be reached: {why_no_response(error)}") from error
-    except msgspec.ValidationError as error:
-        why = explain(error, whole="its list of agents").message
-        raise StatusFailed(f"{url} is not a kvferry proxy of this version: {why}") from error
-    except NOT_JSON as error:
-        raise StatusFailed(f"{url} is not a kvferry proxy: it answered with {describe_page(page)}") from error
 
 
 def node_row(node: NodeView) -> tuple[str, ...]:

@@ -36,11 +36,12 @@ from kvferry.common.shared_options import TraceOptions
 from kvferry.common.stop import INTERRUPT_DRAIN_S
 from kvferry.common.telemetry.logs import LogFormat
 from kvferry.deploy.doctor.machine import count_gpus
+from kvferry.deploy.http_client import StatusFailed, client_session, fetch_nodes
 from kvferry.deploy.launcher import AgentSpec, Cluster, ClusterSpec, LaunchError
 from kvferry.deploy.ray.down import DEFAULT_NAMESPACE
 from kvferry.deploy.ray.fleet import RayUnusable, bundle_of, connected
 from kvferry.deploy.ray.serving import serve_on_ray
-from kvferry.deploy.status import WATCH_INTERVAL_S, StatusFailed, client_session, fetch_nodes, summary
+from kvferry.deploy.status import WATCH_INTERVAL_S, summary
 from kvferry.proxy.api.auth import BadKeyFile, admin_key
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.config import checked as check_proxy_config

@@ -18,7 +18,7 @@ from kvferry.common.http.tls import client_context
 from kvferry.common.options import read_key
 from kvferry.deploy.bench.config import BenchConfig, Target
 from kvferry.deploy.bench.workload import PlannedRequest
-from kvferry.deploy.http_errors import describe_page, refusal, why_no_response
+from kvferry.deploy.http_client import describe_page, refusal, why_no_response
 from kvferry.proxy import sse
 from kvferry.proxy.errors import BadResponse
 

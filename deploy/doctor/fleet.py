@@ -12,8 +12,13 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from kvferry.deploy.http_errors import why_no_response
-from kvferry.deploy.status import CALL_TIMEOUT_S, StatusFailed, client_session, fetch_nodes
+from kvferry.deploy.http_client import (
+    CALL_TIMEOUT_S,
+    StatusFailed,
+    client_session,
+    fetch_nodes,
+    why_no_response,
+)
 from kvferry.proxy.api.openapi import NodeView
 
 MAX_CALLS = 16

@@ -11,8 +11,9 @@ import aiohttp
 import msgspec
 import pytest
 
-from kvferry.deploy import status
-from kvferry.deploy.status import StatusFailed, fetch_nodes, node_row, other_lines, summary
+from kvferry.deploy import http_client
+from kvferry.deploy.http_client import StatusFailed, fetch_nodes
+from kvferry.deploy.status import node_row, other_lines, summary
 from kvferry.proxy.api.openapi import DownServerView, EventView, NodeList, NodeLoadView, NodeView
 
 LOAD = NodeLoadView(
@@ -98,7 +99,7 @@ async def test_a_page_that_comes_in_parts_is_read_whole() -> None:
 async def test_what_is_no_list_of_agents_is_said(
     head: bytes, page: bytes, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(status, "MAX_PAGE_BYTES", 1000)
+    monkeypatch.setattr(http_client, "MAX_PAGE_BYTES", 1000)
     async with serving(head, page) as url, aiohttp.ClientSession() as http:
         with pytest.raises(StatusFailed, match=said) as raised:
             await fetch_nodes(http, url)

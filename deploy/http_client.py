@@ -1,14 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an operator's command says of a server that does not respond, or is not what was expected. Pure."""
+"""The HTTP client of operators' commands: a proxy's list of agents, and what is said of a server that does
+not respond or is not what was expected.
+"""
 
 from __future__ import annotations
+
+import ssl
 
 import aiohttp
 import msgspec
 
 from kvferry.common.exceptions import NOT_JSON, system_reason
+from kvferry.common.json_errors import explain
+from kvferry.proxy.api.openapi import NodeList
 
+CALL_TIMEOUT_S = 5.0
+MAX_PAGE_BYTES = 16 << 20
+"""A thousand agents take about half a megabyte."""
 MAX_SHOWN_CHARS = 200
+
+
+class StatusFailed(RuntimeError):
+    """The proxy's list of agents cannot be had; the message says why."""
+
+
+def client_session(
+    tls: ssl.SSLContext | None, bearer: str | None, timeout_s: float = CALL_TIMEOUT_S
+) -> aiohttp.ClientSession:
+    """Open the HTTP client of an operator's command. `bearer`: the key or token it sends, `tls`: whom it
+    trusts; the system's authorities if None.
+    """
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(ssl=True if tls is None else tls),
+        timeout=aiohttp.ClientTimeout(total=timeout_s),
+        headers={} if bearer is None else {"Authorization": f"Bearer {bearer}"},
+        trust_env=False,
+    )
+
+
+async def fetch_nodes(http: aiohttp.ClientSession, url: str) -> NodeList:
+    """Return a proxy's list of agents. Raises `StatusFailed`."""
+    try:
+        async with http.get(f"{url}/nodes") as response:
+            page = bytearray()
+            async for part in response.content.iter_any():
+                page += part
+                if len(page) > MAX_PAGE_BYTES:
+                    raise StatusFailed(f"{url} answered with more than {MAX_PAGE_BYTES} bytes")
+            if response.status != 200:
+                raise StatusFailed(refusal(url, response.status, page, server="a kvferry proxy"))
+        return msgspec.json.decode(page, type=NodeList)
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise StatusFailed(f"{url} cannot be reached: {why_no_response(error)}") from error
+    except msgspec.ValidationError as error:
+        why = explain(error, whole="its list of agents").message
+        raise StatusFailed(f"{url} is not a kvferry proxy of this version: {why}") from error
+    except NOT_JSON as error:
+        raise StatusFailed(f"{url} is not a kvferry proxy: it answered with {describe_page(page)}") from error
 
 
 def why_no_response(error: aiohttp.ClientError | TimeoutError | OSError) -> str:
