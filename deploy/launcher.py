@@ -23,7 +23,6 @@ from types import MappingProxyType
 from typing import Any, BinaryIO, Protocol
 from urllib.parse import urlsplit
 
-import aiohttp
 import msgspec
 
 from kvferry.agent.config import START_TIMEOUT_S
@@ -32,7 +31,7 @@ from kvferry.common.child_process import ChildProcess
 from kvferry.common.exceptions import message_of, system_reason
 from kvferry.common.options import as_json
 from kvferry.common.roles import Role
-from kvferry.deploy.http_client import refusal, why_no_response
+from kvferry.deploy.http_client import StatusFailed, client_session, fetch_nodes
 
 LISTENING_TIMEOUT_S = 180.0
 PROGRESS_S = 20.0
@@ -376,12 +375,15 @@ class Cluster:
         """
         last = ""
         try:
-            async with asyncio.timeout(timeout_s), aiohttp.ClientSession(trust_env=False) as session:
+            async with (
+                asyncio.timeout(timeout_s),
+                client_session(self.spec.trust, self.spec.admin_key, timeout_s) as http,
+            ):
                 while True:
                     self.check_alive()
                     agents = await urls()
-                    nodes = await self._nodes(session)
-                    ready = {node["address"] for node in nodes if node["state"] == "ready"}
+                    nodes = (await fetch_nodes(http, self.url)).nodes
+                    ready = {node.address for node in nodes if node.state == "ready"}
                     waiting = [name for name, url in agents.items() if url not in ready]
                     words = f"{len(agents) - len(waiting)} of {len(agents)} agents ready"
                     if waiting:
@@ -391,22 +393,10 @@ class Cluster:
                     if not waiting:
                         return
                     await asyncio.sleep(POLL_INTERVAL_S)
+        except StatusFailed as error:
+            raise LaunchError(str(error)) from error
         except TimeoutError as error:
             raise LaunchError(f"not ready after {timeout_s:.0f} s: {last}") from error
-
-    async def _nodes(self, session: aiohttp.ClientSession) -> list[dict[str, Any]]:
-        key = self.spec.admin_key
-        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        url = f"{self.url}/nodes"
-        try:
-            async with session.get(url, headers=headers, ssl=self.spec.trust or True) as response:
-                if response.status != 200:
-                    page = await response.read()
-                    raise LaunchError(refusal(url, response.status, page, server="a kvferry proxy"))
-                nodes: list[dict[str, Any]] = (await response.json())["nodes"]
-                return nodes
-        except aiohttp.ClientError as error:
-            raise LaunchError(f"{url} cannot be reached: {why_no_response(error)}") from error
 
     def check_alive(self) -> None:
         """Raise `LaunchError`, with the reason by its log, if any process has ended."""

@@ -42,7 +42,7 @@ class Lender:
             self.next_pause_s = min(2 * self.next_pause_s, MAX_PAUSE_S)
 
 
-class PrefixLenders:
+class KnownLenders:
     """What is remembered of the agents that were asked."""
 
     def __init__(self, limits: Limits) -> None:

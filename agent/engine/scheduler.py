@@ -28,7 +28,7 @@ from kvferry.agent.engine.admission import Limits, check_request, duplicate_tran
 from kvferry.agent.engine.blocks import BlockAllocator, OutOfBlocks
 from kvferry.agent.engine.kv_cache import KVCacheManager
 from kvferry.agent.engine.masks import MaskResult, MaskSource
-from kvferry.agent.engine.prefix_lenders import PrefixLenders
+from kvferry.agent.engine.prefix_lenders import KnownLenders
 from kvferry.agent.engine.sequence import Clock, Request, Sequence, SequenceState
 from kvferry.agent.engine.transfers import PullOutcome, TransferLedger
 from kvferry.agent.messages.requests import Output, RequestFailed, Submit, Token
@@ -95,7 +95,7 @@ class Scheduler:
         self.work = WorkCounts()
         self._meter = CapacityMeter(limits.max_num_seqs, allocator.num_blocks)
         self._transfers = TransferLedger(limits, allocator, connector, self.work)
-        self._lenders = PrefixLenders(limits)
+        self._lenders = KnownLenders(limits)
         self._masks = masks
         self._requests: dict[str, Request] = {}
         self._waiting: deque[Sequence] = deque()
