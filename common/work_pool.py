@@ -12,10 +12,31 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar
+
+import msgspec
 
 _T = TypeVar("_T")
 _Job = tuple["Future[Any]", Callable[[], Any]]
+_BUILDING = threading.Lock()
+
+
+def build_struct_types() -> None:
+    """Have msgspec describe every struct that has been imported, before a thread starts that decodes any.
+
+    Else it does so when a struct is first decoded, of its annotations. That runs Python code, so another
+    thread may come to the same struct meanwhile and find it half described: the process ends with a
+    segmentation fault (msgspec 0.22.0).
+    """
+    with _BUILDING:
+        kinds = [*msgspec.Struct.__subclasses__()]
+        while kinds:
+            kind = kinds.pop()
+            kinds += kind.__subclasses__()
+            # Structs that are never decoded may have annotations that cannot be, or are unknown at run time.
+            with suppress(TypeError, NameError):
+                msgspec.json.Decoder(kind)
 
 
 class PoolBusy(Exception):
@@ -34,6 +55,7 @@ class WorkPool:
     """
 
     def __init__(self, name: str, *, short_bytes: int, max_bytes: int, timeout_s: float) -> None:
+        build_struct_types()  # the loop and its threads may parse alike
         self._name = name
         self._short_bytes = short_bytes
         self._max_bytes = max_bytes

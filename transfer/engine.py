@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, cast
 
+from kvferry.common.work_pool import build_struct_types
 from kvferry.transfer.options import BACKENDS, SETTINGS
 
 if TYPE_CHECKING:
@@ -145,7 +146,9 @@ class EngineOptions:
 
 def open_engine(name: str, options: EngineOptions) -> TransferEngine:
     """Open a backend. Raises ValueError for an unknown name, `BackendUnavailable` with the reason."""
-    engine: TransferEngine = _module(name).open_backend(options)
+    backend = _module(name)
+    build_struct_types()  # a process may have several ranks, with a thread each
+    engine: TransferEngine = backend.open_backend(options)
     return engine
 
 
