@@ -200,7 +200,8 @@ class RequestLog:
         """The address of the agent that the request was sent to last."""
         self._model_metrics = metrics.of_model("")
         self._agent_timing: list[str] = []
-        self._events = 0
+        self.num_events = 0
+        """How many events of a stream were sent to the client."""
         self._first_text_at: float | None = None
         self._first_event_at: float | None = None
         self._last_event_at: float | None = None
@@ -281,11 +282,6 @@ class RequestLog:
         """Record further transfers of the attempt; other engines need one for each choice."""
         self._transfer_ids += transfer_ids
 
-    @property
-    def num_events(self) -> int:
-        """How many events of a stream were sent to the client."""
-        return self._events
-
     def events(self, events: bytes) -> None:
         """Count whole events that are about to be sent to the client."""
         now = time.monotonic()
@@ -297,7 +293,7 @@ class RequestLog:
             self._model_metrics.itl.observe(now - self._last_event_at)
         self._last_event_at = now
         count = sse.count(events)
-        self._events += count
+        self.num_events += count
         self._metrics.events += count
         self._model_metrics.counts.events += count
         if self._first_text_at is None and sse.has_text(events):
@@ -317,7 +313,7 @@ class RequestLog:
             return
         self._last_event_at = now = time.monotonic()
         self._model_metrics.itl.observe(now - last)
-        self._events += 1
+        self.num_events += 1
         self._metrics.events += 1
         self._model_metrics.counts.events += 1
 
@@ -358,7 +354,7 @@ class RequestLog:
         of_model = self._model_metrics
         self._metrics.ended(self.api, status, of_model.model)
         of_model.e2e.observe(total)
-        later_events = self._events / self._choices - 1
+        later_events = self.num_events / self._choices - 1
         if self._first_event_at is not None and self._last_event_at is not None and later_events > 0:
             tpot = (self._last_event_at - self._first_event_at) / later_events
             of_model.tpot.observe(tpot)
