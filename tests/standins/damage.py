@@ -21,6 +21,8 @@ class Damage(enum.Enum):
     """Pages are overwritten after the proof: the control."""
     BELIEVE = "believe"
     """What was not proven is taken for proven: the control of a late reader."""
+    DRAFT = "draft"
+    """Pages of the last layer alone, which is a draft model's, are overwritten after the proof."""
     HOLE = "hole"
     """The first block that the decode server needs is not lent."""
 

@@ -21,13 +21,16 @@ from kvferry.transfer.plane import BlockRun, all_blocks
 from tests.standins.damage import Damage, damage
 
 _BYTE = 7
+_ALL_LAYERS = 1 << 16
+_OVERWRITING = (Damage.DENY, Damage.OVERWRITE, Damage.DRAFT)
 
 
 @dataclass(frozen=True)
 class DamagingMetadata(KvferryConnectorMetadata):
-    """With the blocks that the ranks overwrite before the step."""
+    """With the blocks that the ranks overwrite before the step, and in how many of the last layers."""
 
     overwritten: tuple[int, ...]
+    num_layers: int
 
 
 class DamagingConnector(KvferryConnector):
@@ -55,7 +58,7 @@ class DamagingConnector(KvferryConnector):
         events, self._overwritten = self._overwritten, []
         for event in self._take():
             how, group = damage()
-            if isinstance(event, PullDone) and how in (Damage.DENY, Damage.OVERWRITE):
+            if isinstance(event, PullDone) and how in _OVERWRITING:
                 runs = self._runs[event.transfer_id]
                 blocks = all_blocks(runs if group is None else [runs[group]])
                 self._overwriting.append((denied(event) if how is Damage.DENY else event, blocks))
@@ -70,7 +73,8 @@ class DamagingConnector(KvferryConnector):
         overwriting, self._overwriting = self._overwriting, []
         self._overwritten += [event for event, _ in overwriting]
         blocks = tuple(block for _, each in overwriting for block in each)
-        return DamagingMetadata(metadata.step, blocks)
+        num_layers = 1 if damage()[0] is Damage.DRAFT else _ALL_LAYERS
+        return DamagingMetadata(metadata.step, blocks, num_layers)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         super().register_kv_caches(kv_caches)
@@ -80,7 +84,7 @@ class DamagingConnector(KvferryConnector):
         super().bind_connector_metadata(connector_metadata)
         if isinstance(connector_metadata, DamagingMetadata) and connector_metadata.overwritten:
             # A block is of one group, and all groups' layers lie in one pool.
-            for cache in self._caches.values():
+            for cache in list(self._caches.values())[-connector_metadata.num_layers :]:
                 blocks = cache.unflatten(0, (self._kv_caches.num_blocks, -1))
                 blocks[list(connector_metadata.overwritten)] = _BYTE
 

@@ -19,6 +19,8 @@ WINDOW = 64
 """Tokens that a layer with a window, or of a chunk, attends to."""
 _TOKENIZER = Path(__file__).parents[3] / "deploy" / "models" / "ferry-tiny"
 _SCALE = 0.15
+EAGLE_DRAFT = "eagle_draft"
+"""Written with the kind `eagle`."""
 _COMMON: dict[str, Any] = {
     "vocab_size": 936,
     "hidden_size": 128,
@@ -67,6 +69,7 @@ _ALTERNATING = ["sliding_attention", "full_attention"] * 2
 KINDS: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
     {
         "llama": ("LlamaConfig", _COMMON),
+        "eagle": ("LlamaConfig", {**_COMMON, "num_hidden_layers": 1}),
         "mistral": ("MistralConfig", {**_COMMON, "sliding_window": WINDOW}),
         "gemma3": (
             "Gemma3TextConfig",
@@ -142,11 +145,37 @@ def make(directory: Path, kind: str) -> Path:
         for parameter in model.parameters():
             if parameter.dim() >= 2 and parameter.std() < 1e-6:  # some classes leave experts empty
                 parameter.normal_(0, _SCALE)
+        if kind == "eagle":
+            tokens = model.model.embed_tokens.weight
+            tokens.normal_(0, 1)
+            tokens.div_(tokens.pow(2).mean(-1, keepdim=True).sqrt())
+            _make_draft(model.state_dict(), directory / EAGLE_DRAFT)
     model.save_pretrained(target)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(_TOKENIZER / file, target / file)
+    folders = [target]
+    if kind == "eagle":
+        folders.append(directory / EAGLE_DRAFT)
+        shutil.copy(target / "config.json", folders[-1])
+    for folder in folders:
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(_TOKENIZER / file, folder / file)
     print(json.dumps({kind: sum(each.numel() for each in model.parameters())}), flush=True)
     return target
+
+
+def _make_draft(state: Mapping[str, Any], target: Path) -> None:
+    """Write an EAGLE draft that predicts a target of one layer exactly, as long as its own KV is right: the
+    same layer, on the embedding alone, which has RMS 1 so that the norm before the layer changes nothing.
+    """
+    import safetensors.torch
+    import torch
+
+    size = state["model.embed_tokens.weight"].shape[1]
+    weights = {"fc.weight": torch.cat([torch.eye(size), torch.zeros(size, size)], 1)}
+    for name, value in state.items():
+        if name.startswith("model.layers.0.") and "input_layernorm" not in name:
+            weights[name.removeprefix("model.")] = value.clone().contiguous()
+    target.mkdir(parents=True, exist_ok=True)
+    safetensors.torch.save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
 
 
 if __name__ == "__main__":

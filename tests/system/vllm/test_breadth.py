@@ -45,6 +45,8 @@ LEASE_S = 60
 LENGTHS = (2, 5, 31, 32, 33, 63, 64, 65, 95, 96, 97, 100, 127, 128, 129, 159, 160, 200, 256, 321, 640)
 """Among them multiples of a block and of a chunk, and k blocks + W − 1, where a window loses a block."""
 OTHERS = 9
+TRIES = 20
+"""Prompts from which one is taken."""
 WHOLE_PROMPTS = "vllm:kvferry_whole_prompts_total"
 
 
@@ -57,6 +59,7 @@ class Case:
         rounds: The type of its KV, or the kernels of this CPU, let a token have other digits in a batch of
             one than in a prompt: only answers that go on after the prefill's token can be compared.
         continuable: Its answers depend on token ids alone, so that the prefill's token may be shown.
+        seeded: A seed gives the same answer however the prompt came.
         hybrid: Not all layers keep all tokens' KV: a prompt of one token is computed where it is decoded.
         chats: vLLM writes its chats with tokens that the bundled model's vocabulary has.
     """
@@ -64,6 +67,7 @@ class Case:
     words: tuple[str, ...] = ()
     rounds: bool = False
     continuable: bool = True
+    seeded: bool = True
     hybrid: bool = True
     chats: bool = True
     transfer: str = TRANSFER
@@ -76,6 +80,7 @@ CASES: Mapping[str, Case] = MappingProxyType(
         "llama ngram": Case(
             ("--speculative-config", '{"method":"ngram","num_speculative_tokens":3,"prompt_lookup_max":3}'),
             hybrid=False,
+            seeded=False,
         ),
         # Without compilation a second stage gets no tensors from the first on CPUs.
         "llama pp": Case(("--pipeline-parallel-size", "2", "--no-enforce-eager"), hybrid=False),
@@ -94,13 +99,23 @@ ON_GPUS = ("llama", "llama fp8", "llama ngram", "mistral", "gemma3", "llama4", "
 if ON_GPU:  # their kernels round as the batch is
     CASES = {name: replace(CASES[name], rounds=True) for name in ON_GPUS}
 cases = pytest.mark.parametrize("name", CASES)
+SEEDED = " seeded"
+AS_SEEDED = pytest.mark.xfail(
+    strict=True, reason="vLLM pads the first step after a transfer with drafts, and draws numbers for them"
+)
+seeded_cases = [
+    pytest.param(name + SEEDED, marks=AS_SEEDED)
+    for name, case in CASES.items()
+    if not (case.seeded or case.rounds)
+]
+"""See `docs/sources.md`."""
 
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a checkpoint for each kind, made once."""
     directory = Path(os.environ.get("VLLM_MODELS") or tmp_path_factory.mktemp("models"))
-    kinds = sorted({name.split()[0] for name in CASES})
+    kinds = sorted({name.split()[0] for name in CASES} | {"eagle"})
     words = [str(PYTHON), "-m", "tests.system.vllm.models", str(directory), *kinds]
     subprocess.run(words, cwd=ROOT, check=True, timeout=600)
     return directory
@@ -118,8 +133,9 @@ class Drawn:
         assert self.logprobs == pytest.approx(other.logprobs, abs=tolerance), what
 
 
-def prompt_ids(length: int) -> list[int]:
-    return [random.Random(length).randrange(3, 930) for _ in range(length)]
+def prompt_ids(length: int, number: int = 0) -> list[int]:
+    """One of several prompts of a length."""
+    return [random.Random(length + 1000 * number).randrange(3, 930) for _ in range(length)]
 
 
 async def draw(
@@ -219,12 +235,12 @@ async def test_a_server_goes_on_from_what_it_fetched_from_itself(
             assert await server.sample(http, WHOLE_PROMPTS) == 1
 
 
-@cases
+@pytest.mark.parametrize("name", [*CASES, *seeded_cases])
 async def test_a_pair_answers_as_one_server_does(name: str, models: Path, tmp_path: Path) -> None:
     """Through the proxy: a streamed answer begins with the prefill's token, another is computed from all but
     the last token of its prompt. Of several choices one fetches the prompt, where vLLM can share it.
     """
-    case = CASES[name]
+    case = CASES[name.removesuffix(SEEDED)]
     shares = "--no-enable-prefix-caching" not in case.words
     model = models / name.split()[0]
     settings: dict[str, Any] = {
@@ -234,13 +250,18 @@ async def test_a_pair_answers_as_one_server_does(name: str, models: Path, tmp_pa
         "lease_s": LEASE_S,
     }
     async with started(tmp_path, **settings) as stack:
-        samplings: list[dict[str, Any]] = [{"temperature": 0}]
-        if not case.rounds:
+        samplings: list[dict[str, Any]] = [] if name.endswith(SEEDED) else [{"temperature": 0}]
+        if not case.rounds and (case.seeded or name.endswith(SEEDED)):
             samplings.append({"temperature": 1, "seed": 11} | ({"n": 3} if shares else {}))
+        prompts = await bodies(stack, case)
         for stream in (True, False):
             for sampling in samplings if stream or not case.rounds else ():
                 # With logprobs a stream's first token comes from the decode server.
-                asked = [each | sampling for each in bodies(logprobs=not stream, chats=case.chats)]
+                asked = [
+                    {key: value for key, value in each.items() if not stream or "logprobs" not in key}
+                    | sampling
+                    for each in prompts
+                ]
                 # What rounds gives other digits in a batch of another size.
                 at_once = 1 if case.rounds else CONCURRENCY
                 plain = [salted(each) for each in asked]
@@ -253,7 +274,7 @@ async def test_a_pair_answers_as_one_server_does(name: str, models: Path, tmp_pa
                     now - then for now, then in zip(await moved(stack), before, strict=True)
                 )
                 # A first token that is half a character is not shown, and so not gone on from.
-                most = len(asked) // 3 if stream and case.hybrid else 0
+                most = len(asked) // 3 if stream and case.hybrid and not case.rounds else 0
                 print(f"{name}, {stream=}, {sampling}: {transfers:g} transfers, {whole:g} whole", flush=True)
                 failed = await stack.decode.samples(stack.http, FAILED)
                 assert (transfers + whole, recomputed) == (len(asked), 0), failed
@@ -266,15 +287,33 @@ async def moved(stack: Stack) -> tuple[float, float, float]:
     return *await stack.moved(), await stack.decode.sample(stack.http, WHOLE_PROMPTS)
 
 
-def bodies(*, logprobs: bool, chats: bool) -> list[dict[str, Any]]:
-    """Prompts of each length, and others that are chats where there can be any."""
-    prompts: list[dict[str, Any]] = [
-        body("", chat=False) | {"prompt": prompt_ids(length)} for length in LENGTHS
+async def bodies(stack: Stack, case: Case) -> list[dict[str, Any]]:
+    """Prompts of each length, and others that are chats where there can be any.
+
+    Where a prompt and an answer round differently, those whose first token is no whole character are left for
+    others: a stream of such a prompt cannot go on from the prefill's token.
+    """
+    prompts = heldout(OTHERS * TRIES)
+    tries = [
+        [body("", chat=False) | {"prompt": prompt_ids(length, n)} for n in range(TRIES)] for length in LENGTHS
     ]
-    prompts += [body(prompt.prompt, chat=chats) for prompt in heldout(OTHERS)]
+    tries += [
+        [body(each.prompt, chat=case.chats) for each in prompts[first : first + TRIES]]
+        for first in range(0, len(prompts), TRIES)
+    ]
     # An answer that ends with its first token is not handed over.
-    return [
-        {key: value for key, value in each.items() if logprobs or "logprobs" not in key}
-        | {"ignore_eos": True}
-        for each in prompts
-    ]
+    chosen = [await first_shown(stack, each) if case.rounds else each[0] for each in tries]
+    return [each | {"ignore_eos": True} for each in chosen]
+
+
+async def first_shown(stack: Stack, tries: list[dict[str, Any]]) -> dict[str, Any]:
+    """The first of these requests whose answer begins with a whole character."""
+    for each in tries:
+        [answer] = await answers(
+            stack.http,
+            stack.prefill.url,
+            [salted(each) | {"max_tokens": 1, "temperature": 0, "ignore_eos": True}],
+        )
+        if answer.texts[0] and not answer.texts[0].endswith("\ufffd"):
+            return each
+    pytest.fail(f"none of {len(tries)} answers begins with a whole character")

@@ -13,6 +13,7 @@ from collections import Counter
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import aiohttp
 import psutil
@@ -23,10 +24,12 @@ from tests.helpers.client import heldout, session
 from tests.helpers.commands import PROXY
 from tests.helpers.servers import descendants
 from tests.helpers.waiting import patient
-from tests.system.vllm.servers import MARKS, VllmServer, together, vllm_server
+from tests.system.vllm.servers import MARKS, MODEL, VllmServer, together, vllm_server
+from tests.system.vllm.test_death import node_of
 from tests.system.vllm.test_kvferry import (
     ENDED,
     FAILED,
+    GENERATED,
     RECOMPUTED,
     TRANSFERS,
     Stack,
@@ -40,6 +43,9 @@ PROMPTS = 30
 LEASE_S = 60
 """Nothing is late, however many engines share the cores."""
 GONE_S = patient(20.0)
+DRAINED = 8
+LONG = 200
+"""Tokens of answers that are being decoded when a server is drained."""
 
 pytestmark = MARKS
 
@@ -105,6 +111,35 @@ async def test_data_parallel_servers_answer_as_one_server_does(dp: tuple[int, in
             assert min(counts) > rounds * PROMPTS / (2 * len(counts)), "each has its share"
         assert await stack.decode.sample(stack.http, FAILED) == 0
         assert await stack.decode.sample(stack.http, RECOMPUTED) == 0
+        if dp == (1, 2):
+            await drained_by_its_second_rank(stack, prompts)
+
+
+async def drained_by_its_second_rank(stack: Stack, prompts: list[str]) -> None:
+    """All ranks of the decode server get nothing more, and finish what they have."""
+    plain = {"model": MODEL, "max_tokens": LONG, "temperature": 0, "ignore_eos": True}
+    long = [plain | {"prompt": prompt} for prompt in prompts[:DRAINED]]
+    wanted = await answers(stack.http, stack.prefill.url, [salted(each) for each in long])
+    before = await by_rank(stack.decode, stack.http, GENERATED, 2)
+    asked = [salted(each) | {"stream": True} for each in long]
+    asking = asyncio.create_task(answers(stack.http, stack.proxy_url, asked, DRAINED))
+    async with asyncio.timeout(GONE_S):
+        while any(
+            now < then + DRAINED
+            for now, then in zip(await by_rank(stack.decode, stack.http, GENERATED, 2), before, strict=True)
+        ):
+            await asyncio.sleep(0.05)
+    second = await node_of(stack.http, stack.proxy_url, f"{stack.decode.url}#1")
+    url = f"{stack.proxy_url}/nodes/{quote(second['incarnation'], safe='/:')}/drain"
+    async with stack.http.post(url) as response:
+        assert response.status == 202, await response.text()
+    assert not asking.done()
+    assert_all_equal(await asking, wanted)
+    async with asyncio.timeout(GONE_S):
+        while await ready(stack.http, stack.proxy_url) != Counter(prefill=1):
+            await asyncio.sleep(0.1)
+    assert runs(stack.decode.pid), "it was started by hand"
+    assert await stack.decode.sample(stack.http, RECOMPUTED) == 0
 
 
 async def test_the_ranks_of_a_server_end_together(tmp_path: Path) -> None:

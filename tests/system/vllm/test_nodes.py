@@ -6,6 +6,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -15,18 +17,21 @@ import pytest
 from kvferry.deploy.launcher import start_process
 from tests.helpers.client import heldout, session
 from tests.helpers.commands import PROXY
-from tests.helpers.servers import free_port
+from tests.helpers.servers import descendants, free_port
+from tests.helpers.waiting import patient
 from tests.system.vllm.servers import (
     ENVIRONMENT,
     MARKS,
     MODEL_DIR,
     PYTHON,
     ROOT,
+    VllmServer,
     engine_words,
     our_connector,
     together,
     vllm_server,
 )
+from tests.system.vllm.test_data_parallel import ready, runs
 from tests.system.vllm.test_kvferry import (
     ENDED,
     FAILED,
@@ -38,6 +43,7 @@ from tests.system.vllm.test_kvferry import (
 )
 
 PROMPTS = 30
+GONE_S = patient(60.0)
 HEAD, SECOND = "127.0.0.2", "127.0.0.3"
 HEADLESS = """
 from vllm.entrypoints.cli.serve import run_headless
@@ -62,7 +68,7 @@ def node_words(node: int, master_port: int) -> tuple[str, ...]:
 
 
 @asynccontextmanager
-async def second_node(role: str, master_port: int, log: Path) -> AsyncIterator[None]:
+async def second_node(role: str, master_port: int, log: Path) -> AsyncIterator[asyncio.subprocess.Process]:
     """The ranks of an engine that are on its second node. Their address is not in their settings."""
     told = our_connector("", "", "tcp", {}) | {"kv_role": role}
     told["kv_connector_extra_config"] = {"transfer": "tcp"}
@@ -77,7 +83,7 @@ async def second_node(role: str, master_port: int, log: Path) -> AsyncIterator[N
             str(PYTHON), "-c", HEADLESS, *words, env=environment, stdout=output, stderr=output
         )
     try:
-        yield
+        yield process
     finally:
         if process.returncode is None:
             process.terminate()
@@ -95,7 +101,7 @@ async def test_an_engine_over_two_nodes_answers_as_one_on_one_host(spread: str, 
         resources.push_async_callback(proxy.stop)
         discovery, master_port = f"127.0.0.1:{proxy.listening['discovery_port']}", free_port()
         roles = {"prefill": "kv_producer", "decode": "kv_consumer"}
-        await resources.enter_async_context(
+        second = await resources.enter_async_context(
             second_node(roles[spread], master_port, tmp_path / "second-node.log")
         )
         servers = [
@@ -126,3 +132,24 @@ async def test_an_engine_over_two_nodes_answers_as_one_on_one_host(spread: str, 
         assert await stack.moved() == (PROMPTS, 0)
         assert await prefill.sample(http, ENDED, 'reason="released"') == PROMPTS
         assert await decode.sample(http, FAILED) == 0
+        await nodes_end_together(stack, prefill if spread == "prefill" else decode, second, spread)
+
+
+async def nodes_end_together(
+    stack: Stack, head: VllmServer, second: asyncio.subprocess.Process, spread: str
+) -> None:
+    """The second node is killed, or the first one is, while the other goes on by itself."""
+    ranks = descendants(second.pid)
+    assert ranks
+    if spread == "prefill":
+        for pid in (second.pid, *ranks):
+            os.kill(pid, signal.SIGKILL)
+    else:
+        head.kill()
+    begun = time.monotonic()
+    async with asyncio.timeout(GONE_S):
+        while any(map(runs, (head.pid, second.pid, *ranks))):
+            await asyncio.sleep(0.1)
+        while (await ready(stack.http, stack.proxy_url))[spread]:
+            await asyncio.sleep(0.1)
+    print(f"{spread}: all of both nodes has ended after {time.monotonic() - begun:.1f} s", flush=True)
