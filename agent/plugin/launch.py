@@ -49,7 +49,7 @@ _EXCEPTION = re.compile(r"\b(?:[a-z_]\w*\.)*(?:[A-Z]\w*(?:Error|Exception)|NotSe
 _INSPECT_S = 120.0
 _INSPECT_SCRIPT = """
 import importlib.metadata, importlib.util, json, sys
-needed = (sys.argv[1], "kvferry", "zmq", "msgspec")
+needed = (sys.argv[1], "kvferry", "msgpack", "zmq", "msgspec")
 missing = [name for name in needed if importlib.util.find_spec(name) is None]
 version = None
 for name in sys.argv[2].split():
@@ -114,7 +114,8 @@ def inspect_engine(
     if missing:
         raise CannotStart(
             f"{python} lacks {', '.join(missing)}: install {engine} there, then "
-            "`pip install --no-deps .` in a clone of kvferry, or name another with --engine-python"
+            "`pip install --no-deps .` in a clone of kvferry and `pip install 'msgpack>=1.2.3,<2'`, or name "
+            "another with --engine-python"
         )
     if version is not None:
         try:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The registration messages that agents and proxies exchange over ZMQ (docs/architecture.md#discovery).
 
-Agents send maps over DEALER; the proxy's ROUTER answers. Frames are msgspec's msgpack, with strict limits,
-and typed here; nothing downstream of this module sees an untyped map.
+Agents send maps over DEALER; the proxy's ROUTER answers. Frames are packed by `msgpack` with strict limits
+and typed here with msgspec; nothing downstream of this module sees an untyped map.
 
 A proxy rejects by name a registration in a version that it does not speak. Fields that a side does not know
 are ignored: what an agent adds costs it no proxy of the same version.
@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, NewType, TypeVar
 
+import msgpack
 import msgspec
 
-from kvferry.common.exceptions import NOT_JSON
 from kvferry.common.roles import Role as Role
 from kvferry.common.roles import TransferMode as TransferMode
 
@@ -222,7 +222,6 @@ ProxyMessage = Ack | Rejected
 _M = TypeVar("_M")
 _S = TypeVar("_S")
 
-_MAP = msgspec.msgpack.Decoder(dict[str, Any])
 _AGENT_TYPES: dict[object, type[AgentMessage]] = {"register": Register, "bye": Bye}
 _PROXY_TYPES: dict[object, type[ProxyMessage]] = {"ack": Ack, "rejected": Rejected}
 
@@ -235,7 +234,7 @@ def common_version(ours: Versions, theirs: Versions) -> int | None:
 
 def encode(message: AgentMessage | ProxyMessage) -> bytes:
     """Pack one message into one frame."""
-    return msgspec.msgpack.encode(message)
+    return msgpack.packb(msgspec.to_builtins(message), use_bin_type=True)  # type: ignore[no-any-return]
 
 
 def decode_agent_message(frame: bytes) -> AgentMessage:
@@ -273,10 +272,13 @@ def unpack_map(frame: bytes) -> dict[str, Any]:
     if len(frame) > MAX_FRAME_BYTES:
         raise BadFrame(f"frame of {len(frame)} bytes exceeds {MAX_FRAME_BYTES}")
     try:
-        # The frame's size bounds everything in it: msgspec refuses lengths beyond its input.
-        return _MAP.decode(frame)
-    except NOT_JSON as error:
-        raise BadFrame(f"not a map with string keys: {error}") from error
+        # The frame's size bounds everything in it: unpackb refuses lengths beyond its input.
+        body = msgpack.unpackb(frame, raw=False, strict_map_key=True)
+    except (ValueError, msgpack.exceptions.UnpackException, RecursionError) as error:
+        raise BadFrame(f"not msgpack: {error}") from error
+    if not isinstance(body, dict) or not {str}.issuperset(map(type, body)):
+        raise BadFrame("not a map with string keys")
+    return body
 
 
 def _decode(body: dict[str, Any], types: dict[object, type[_M]]) -> _M:

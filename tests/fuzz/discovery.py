@@ -33,7 +33,7 @@ STRANGERS = 50
 DIGITS = "9" * 5000
 """Python makes no number of more than 4,300 of them."""
 MAX_GROWTH_BYTES = 128 * 1024
-"""A thousand frames, a round of CI's form, leaked twice as much where the decoder lost a little of each."""
+"""A thousand frames, a round of CI's form, leak twice as much with msgpack 1.1."""
 LAST_WORD = 1_000_000
 MAX_INTERNED = 1 << 20
 """More than the interpreter's table of interned strings has room for before it is replaced."""
@@ -83,7 +83,7 @@ async def fuzz(frames: int, seed: int) -> Report:
 def _trace_interned_strings() -> None:
     """Have the interpreter replace its table of interned strings.
 
-    It does so now and then, as keys of frames may be interned. Of a table older than the tracing only the
+    It does so now and then, as msgpack interns the keys of frames. Of a table older than the tracing only the
     successor would be counted, and look like a leak of megabytes in one round.
     """
     for number in range(MAX_INTERNED):
