@@ -39,10 +39,6 @@ def build_struct_types() -> None:
                 msgspec.json.Decoder(kind)
 
 
-class PoolBusy(Exception):
-    """The work was not done: too much of it waits, or its turn did not come in time."""
-
-
 class WorkPool:
     """One thread for short work and one for long, so that short work never waits for long. They end with the
     process.
@@ -52,21 +48,32 @@ class WorkPool:
         short_bytes: The size up to which work is short.
         max_bytes: Of all work that waits or is being done.
         timeout_s: How long it waits, its own time included.
+        busy: Makes what is raised where work was not done, of the reason: too much of it waits, or its turn
+            did not come in time.
     """
 
-    def __init__(self, name: str, *, short_bytes: int, max_bytes: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        short_bytes: int,
+        max_bytes: int,
+        timeout_s: float,
+        busy: Callable[[str], Exception],
+    ) -> None:
         build_struct_types()  # the loop and its threads may parse alike
         self._name = name
         self._short_bytes = short_bytes
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
+        self._busy = busy
         self._queued_bytes = 0
         self._queues: dict[str, queue.SimpleQueue[_Job]] = {}
 
     async def run(self, size: int, work: Callable[[], _T]) -> _T:
-        """Return what `work` on `size` bytes returns, or raise what it raises. Raises `PoolBusy`."""
+        """Return what `work` on `size` bytes returns, or raise what it raises, or `busy` makes."""
         if self._queued_bytes and self._queued_bytes + size > self._max_bytes:
-            raise PoolBusy("too much waits")
+            raise self._busy("too much waits")
         job: Future[_T] = Future()
         loop = asyncio.get_running_loop()
         self._queued_bytes += size
@@ -76,7 +83,7 @@ class WorkPool:
             async with asyncio.timeout(self._timeout_s):
                 return await asyncio.wrap_future(job)
         except TimeoutError:
-            raise PoolBusy("its turn did not come in time") from None
+            raise self._busy("its turn did not come in time") from None
 
     def _release(self, size: int) -> None:
         self._queued_bytes -= size

@@ -52,7 +52,7 @@ from kvferry.agent.api.openai_schema import (
 )
 from kvferry.agent.api.request_log import RequestLogEntry
 from kvferry.agent.api.text.chat_template import TemplateRefused, UnreadVariable
-from kvferry.agent.api.text.text_pool import TextPool
+from kvferry.agent.api.text.text_pool import text_pool
 from kvferry.agent.api.text.tokenizer import TextTooLong, Tokenizer
 from kvferry.agent.config import AgentConfig
 from kvferry.agent.errors import ApiError, bad_request, unavailable
@@ -112,7 +112,7 @@ class Frontend:
             for token, token_id in tokenizer.added_ids.items()
             if form is not None and token_id in tokenizer.special_ids and form.is_mark(token)
         )
-        self._texts = TextPool()
+        self._texts = text_pool()
 
     async def decode(self, raw: bytes, body_type: type[_Body], max_model_len: int | None) -> _Body:
         """Type and check one body, a large one beside the event loop. Raises `ApiError`."""

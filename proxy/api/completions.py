@@ -19,7 +19,7 @@ import msgspec
 
 from kvferry.common.exceptions import release_locals
 from kvferry.common.http.server import Header
-from kvferry.common.work_pool import PoolBusy, WorkPool
+from kvferry.common.work_pool import WorkPool
 from kvferry.proxy import sse
 from kvferry.proxy.api.auth import Client
 from kvferry.proxy.api.token_reservation import RequestEnd, TokenReservation
@@ -132,7 +132,11 @@ class Completions:
         self._log_prompts = log_prompts
         self._tracing = tracing
         self._parsers = WorkPool(
-            "bodies", short_bytes=SHORT_BODY_BYTES, max_bytes=MAX_PARSED_BYTES, timeout_s=PARSE_TIMEOUT_S
+            "bodies",
+            short_bytes=SHORT_BODY_BYTES,
+            max_bytes=MAX_PARSED_BYTES,
+            timeout_s=PARSE_TIMEOUT_S,
+            busy=lambda why: TooManyBodies(f"large bodies wait to be read: {why}"),
         )
 
     async def __call__(self, head: RequestHead, client: Client, response: ClientResponse) -> None:
@@ -219,12 +223,7 @@ class Completions:
 
         Raises what `work` raises, and `TooManyBodies`.
         """
-        if nbytes <= INLINE_BODY_BYTES:
-            return work()
-        try:
-            return await self._parsers.run(nbytes, work)
-        except PoolBusy as busy:
-            raise TooManyBodies(f"large bodies wait to be read: {busy}") from None
+        return work() if nbytes <= INLINE_BODY_BYTES else await self._parsers.run(nbytes, work)
 
     async def _body(self, head: RequestHead, response: ClientResponse) -> bytes:
         """The request's whole body. Raises `UnsupportedEncoding`, `BodyTooLarge` or `BodyTooSlow`."""

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from kvferry.common.exceptions import system_reason
 from kvferry.common.http.tls import client_context
-from kvferry.common.work_pool import PoolBusy, WorkPool
+from kvferry.common.work_pool import WorkPool
 from kvferry.proxy.errors import (
     AGENT_BUSY,
     AgentBusy,
@@ -296,7 +296,11 @@ class UpstreamPool:
         self.bounds = bounds or ResponseBounds()
         """What all responses may hold, and what is kept of one after its end."""
         self._readers = WorkPool(
-            "responses", short_bytes=SHORT_RESPONSE_BYTES, max_bytes=MAX_READ_BYTES, timeout_s=READ_TIMEOUT_S
+            "responses",
+            short_bytes=SHORT_RESPONSE_BYTES,
+            max_bytes=MAX_READ_BYTES,
+            timeout_s=READ_TIMEOUT_S,
+            busy=lambda why: TooManyResponses(f"large responses wait to be read: {why}"),
         )
         self._open: set[UpstreamConnection] = set()
         self._idle: dict[Origin, dict[UpstreamConnection, None]] = {}
@@ -375,12 +379,7 @@ class UpstreamPool:
 
         Raises what `read` raises, and `TooManyResponses`.
         """
-        if size <= LARGE_RESPONSE_BYTES:
-            return read()
-        try:
-            return await self._readers.run(size, read)
-        except PoolBusy as busy:
-            raise TooManyResponses(f"large responses wait to be read: {busy}") from None
+        return read() if size <= LARGE_RESPONSE_BYTES else await self._readers.run(size, read)
 
     def acquire_idle(self, origin: Origin) -> UpstreamConnection | None:
         """An idle connection, to be released; None if there is none, or others wait for one."""

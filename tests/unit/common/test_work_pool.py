@@ -49,5 +49,5 @@ def test_a_struct_that_is_built_before_can_be_decoded_by_threads_at_once() -> No
 def test_a_work_pool_builds_them_before_it_has_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     monkeypatch.setattr(work_pool, "build_struct_types", lambda: calls.append(1))
-    WorkPool("test", short_bytes=1, max_bytes=1, timeout_s=1.0)
+    WorkPool("test", short_bytes=1, max_bytes=1, timeout_s=1.0, busy=ValueError)
     assert calls == [1]

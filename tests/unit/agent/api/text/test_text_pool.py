@@ -6,15 +6,14 @@ import threading
 
 import pytest
 
-from kvferry.agent.api.text import text_pool
-from kvferry.agent.api.text.text_pool import MAX_QUEUED_BYTES, SHORT_BYTES, TextPool
+from kvferry.agent.api.text.text_pool import MAX_QUEUED_BYTES, SHORT_BYTES, text_pool
 from kvferry.agent.errors import ApiError
 
 LONG = SHORT_BYTES + 1
 
 
 async def test_work_is_done_elsewhere_and_its_errors_come_back() -> None:
-    pool = TextPool()
+    pool = text_pool()
     assert await pool.run(1, threading.current_thread) is not threading.current_thread()
 
     def fail() -> None:
@@ -25,7 +24,7 @@ async def test_work_is_done_elsewhere_and_its_errors_come_back() -> None:
 
 
 async def test_a_short_text_does_not_wait_for_a_long_one() -> None:
-    pool, done = TextPool(), threading.Event()
+    pool, done = text_pool(), threading.Event()
     waiting = [asyncio.ensure_future(pool.run(LONG, done.wait)) for _ in range(3)]
     await asyncio.sleep(0)
     assert await pool.run(10, lambda: "short") == "short"
@@ -34,7 +33,7 @@ async def test_a_short_text_does_not_wait_for_a_long_one() -> None:
 
 
 async def test_what_waits_is_bounded_in_bytes_and_given_back() -> None:
-    pool, done = TextPool(), threading.Event()
+    pool, done = text_pool(), threading.Event()
     first = asyncio.ensure_future(pool.run(MAX_QUEUED_BYTES, done.wait))
     await asyncio.sleep(0)
     with pytest.raises(ApiError) as busy:
@@ -47,8 +46,8 @@ async def test_what_waits_is_bounded_in_bytes_and_given_back() -> None:
 
 
 async def test_a_text_that_does_not_get_its_turn_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_pool, "TEXT_TIMEOUT_S", 0.05)
-    pool, done = TextPool(), threading.Event()
+    monkeypatch.setattr("kvferry.agent.api.text.text_pool.TEXT_TIMEOUT_S", 0.05)
+    pool, done = text_pool(), threading.Event()
     ran: list[int] = []
     first = asyncio.ensure_future(pool.run(LONG, done.wait))
     await asyncio.sleep(0)
