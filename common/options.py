@@ -77,16 +77,16 @@ class Option:
     @property
     def expected(self) -> str:
         """What would be right, in words."""
+        type_ = next((_DESCRIBED_TYPES[part] for part in self._parts if part in _DESCRIBED_TYPES), None)
         if self.choices:
-            return f"one of {', '.join(self.choices)}"
-        return next((_DESCRIBED_TYPES[part] for part in self._parts if part in _DESCRIBED_TYPES), "a text")
+            return f"{type_} or {self.choices[0]}" if type_ else f"one of {', '.join(self.choices)}"
+        return type_ or "a text"
 
     @property
     def metavar(self) -> str:
         """What stands for the value in `--help`."""
-        if self.choices:
-            return "|".join(self.choices)
-        return next((_METAVARS[part] for part in self._parts if part in _METAVARS), "TEXT")
+        types = [_METAVARS[part] for part in self._parts if part in _METAVARS]
+        return "|".join((*self.choices, *types)) or "TEXT"
 
     @property
     def _parts(self) -> tuple[Any, ...]:

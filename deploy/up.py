@@ -64,7 +64,7 @@ CHOSEN: dict[str, frozenset[str]] = {
 _OF_PARTS = (
     "Any option of the processes can be given behind the name of a part: --agent.lease-s 5 is for all "
     "agents, --prefill.kv-blocks 500 and --decode.verify-kv for those of a role, "
-    "--proxy.decode-policy least_loaded for the proxy. With --engine vllm, --vllm.max-model-len 8192 is for "
+    "--proxy.decode-policy session for the proxy. With --engine vllm, --vllm.max-model-len 8192 is for "
     "vLLM itself, in all servers. In the YAML file of --config they are sections: `agent: {lease-s: 5}`; "
     "a role's `count` is its number of agents."
 )

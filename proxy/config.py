@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Literal
 
 from kvferry.common.engine_servers.description import (
     EngineDialect,
@@ -58,10 +59,12 @@ class ProxyConfig(HttpOptions, TraceOptions, LogOptions):
         retries: How often a request is retried on another pair when an agent is lost before its first event;
             2 covers the loss of a prefill and then of a decode agent.
         migrations: How often a stream that breaks later is continued on another pair.
-        prefill_policy: Policy for choosing among prefill agents.
+        prefill_policy: Policy for choosing among prefill agents; least_work takes the one where a request and
+            those that it delays take the least time, by what agents have measured, and equals in turn.
         decode_policy: Policy for choosing among decode agents.
         split_min_tokens: Requests with fewer uncached prompt tokens than this (an estimate) are served by one
-            decode agent alone; 0 splits every request.
+            decode agent alone; 0 splits every request. With auto and the policies least_work, an agent of
+            role both serves a request alone where that takes less time.
         stream_pull_min_tokens: The KV of prompts with at least this many uncached tokens (an estimate) is
             pulled while the prefill runs; 0 disables this. Default: prompts of more than one prefill chunk.
         prefix_pull_min_tokens: A prefill agent that lacks at least this many tokens of a prompt's beginning
@@ -141,9 +144,9 @@ class ProxyConfig(HttpOptions, TraceOptions, LogOptions):
     total_timeout_s: float = 1800.0
     retries: int = 2
     migrations: int = 3
-    prefill_policy: PolicyName = "round_robin"
-    decode_policy: PolicyName = "round_robin"
-    split_min_tokens: int = 0
+    prefill_policy: PolicyName = "least_work"
+    decode_policy: PolicyName = "least_work"
+    split_min_tokens: int | Literal["auto"] = "auto"
     stream_pull_min_tokens: int | None = None
     prefix_pull_min_tokens: int = 128
     decode_only_fallback: bool = True
@@ -193,7 +196,7 @@ class ProxyConfig(HttpOptions, TraceOptions, LogOptions):
         check_not_negative(
             retries=self.retries,
             migrations=self.migrations,
-            split_min_tokens=self.split_min_tokens,
+            split_min_tokens=0 if self.split_min_tokens == "auto" else self.split_min_tokens,
             stream_pull_min_tokens=self.stream_pull_min_tokens or 0,
             prefix_pull_min_tokens=self.prefix_pull_min_tokens,
             queue_limit=self.queue_limit,

@@ -96,11 +96,13 @@ def fleet_settings(config: ProxyConfig) -> FleetSettings:
         decode_policy=config.decode_policy,
         prefill_limit=config.prefill_limit,
         decode_limit=config.decode_limit,
-        split_min_tokens=config.split_min_tokens,
+        split_min_tokens=None if config.split_min_tokens == "auto" else config.split_min_tokens,
         stream_pull_min_tokens=config.stream_pull_min_tokens,
         prefix_pull_min_tokens=config.prefix_pull_min_tokens,
         decode_only_fallback=config.decode_only_fallback,
         queue_limit=config.queue_limit,
+        ttft_objective_s=config.ttft_objective_s,
+        tpot_objective_s=config.tpot_objective_s,
     )
 
 

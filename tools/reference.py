@@ -230,7 +230,7 @@ def _settings_lines(settings: type[Any]) -> Iterator[str]:
             yield from ("", f"### {group}", "", "| option | default | meaning |", "|---|---|---|")
         default = "required" if option.default is MISSING else _shown(option.default)
         words = option.help
-        if option.choices:
+        if option.expected.startswith("one of "):
             words += f" One of {', '.join(f'`{choice}`' for choice in option.choices)}."
         yield f"| `--{option.name}` | {default} | {_cell(words)} |"
 

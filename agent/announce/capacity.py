@@ -114,6 +114,7 @@ class CapacityMeter:
     def report(self, pending_tokens: int) -> Capacity:
         """Return what was measured. `pending_tokens`: of prompts that are not computed yet."""
         line = self._fit.line()
+        token_s = self._late_prefill_s / self._late_tokens if self._late_tokens else None
         return Capacity(
             prompts=self._prompts,
             prefill_s=self._prefill_s,
@@ -122,7 +123,8 @@ class CapacityMeter:
             slots=self._slots(),
             step_s=line and line[0],
             sequence_s=line and line[1],
-            backlog_s=self._backlog_s(pending_tokens),
+            token_s=token_s,
+            backlog_s=None if token_s is None else pending_tokens * token_s,
         )
 
     def _take_prefill(self, seconds: float, tokens: int, decoded: int) -> None:
@@ -146,8 +148,3 @@ class CapacityMeter:
             return self._max_running
         held = self._num_blocks * self._late_holders / self._late_blocks
         return max(1, min(self._max_running, int(held)))
-
-    def _backlog_s(self, pending_tokens: int) -> float | None:
-        if not self._late_tokens:
-            return None
-        return pending_tokens * self._late_prefill_s / self._late_tokens

@@ -26,8 +26,8 @@ from kvferry.proxy.wire.registration import Incarnation
 MAX_RETRY_AFTER_S = 30
 
 Route = Callable[[], Pair | NoPair]
-Free = Callable[[Incarnation, int], None]
-"""Releases slots at an agent."""
+Free = Callable[[Incarnation, int, bool], None]
+"""Releases slots at an agent; the last argument says whether they are a pair's prefill leg's."""
 
 
 class Reservation:
@@ -38,6 +38,14 @@ class Reservation:
         self._free = free
         decode = pair.decode.info.incarnation
         self._slots = {decode: choices} if pair.alone else {pair.prefill.info.incarnation: 1, decode: choices}
+
+    def acquire(self, slots: Slots) -> None:
+        """Acquire the slots, and note when the prompt is computed, as predicted."""
+        decode = self.pair.decode.info.incarnation
+        for agent, count in self._slots.items():
+            slots.acquire(agent, count, is_prefill=agent != decode)
+        if self.pair.prediction is not None:
+            slots.predicted[self.pair.prefill.info.incarnation] = self.pair.prediction
 
     def prefill_over(self) -> None:
         """Release the slot of the prefill leg, one of two, which has ended."""
@@ -54,7 +62,7 @@ class Reservation:
         return dict(self._slots)
 
     def _release(self, agent: Incarnation) -> None:
-        self._free(agent, self._slots.pop(agent))
+        self._free(agent, self._slots.pop(agent), agent != self.pair.decode.info.incarnation)
 
 
 @dataclass(slots=True, eq=False)
@@ -119,9 +127,9 @@ class Admission:
         finally:
             metrics.queue_wait.observe(loop.time() - waiter.since)
 
-    def free(self, agent: Incarnation, count: int) -> None:
+    def free(self, agent: Incarnation, count: int, is_prefill: bool) -> None:
         """Release slots, and admit waiting requests that fit now."""
-        self._slots.release(agent, count)
+        self._slots.release(agent, count, is_prefill=is_prefill)
         if self._queues:
             self.pump()
 
@@ -167,8 +175,7 @@ class Admission:
         if isinstance(pair, NoPair):
             return pair
         reservation = Reservation(pair, request.n, self.free)
-        for agent, count in reservation.slots().items():
-            self._slots.acquire(agent, count)
+        reservation.acquire(self._slots)
         return reservation
 
     def _join(self, waiter: _Waiter, first: bool) -> None:

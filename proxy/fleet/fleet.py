@@ -9,7 +9,6 @@ from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from random import Random
 from types import MappingProxyType
 from typing import Any
 
@@ -23,7 +22,7 @@ from kvferry.proxy.fleet.pairing import Leg
 from kvferry.proxy.fleet.registry import Registry
 from kvferry.proxy.fleet.routing.candidates import Loads, Slots, not_served
 from kvferry.proxy.fleet.routing.policy import PolicyName
-from kvferry.proxy.fleet.routing.router import Decision, Router, Turns, make_policy
+from kvferry.proxy.fleet.routing.router import Decision, Router, Turns
 from kvferry.proxy.fleet.routing.routing_request import NO_AGENTS, Pair, PinnedPair, RoutingRequest
 from kvferry.proxy.fleet.scaling import AgentLoad, ScalingSignals, Signals
 from kvferry.proxy.fleet.snapshot import NodeState, NoPair, Snapshot, alike
@@ -42,15 +41,17 @@ class FleetSettings:
 
     rules: AddressRules = AddressRules()  # noqa: RUF009 (it does not change)
     breakers: BreakerSettings = BreakerSettings()  # noqa: RUF009
-    prefill_policy: PolicyName = "round_robin"
-    decode_policy: PolicyName = "round_robin"
+    prefill_policy: PolicyName = "least_work"
+    decode_policy: PolicyName = "least_work"
     prefill_limit: int | None = None
     decode_limit: int | None = None
-    split_min_tokens: int = 0
+    split_min_tokens: int | None = None
     stream_pull_min_tokens: int | None = None
     prefix_pull_min_tokens: int = 0
     decode_only_fallback: bool = True
     queue_limit: int = 1024
+    ttft_objective_s: float = 2.0
+    tpot_objective_s: float = 0.1
 
     def not_served(self, snapshot: Snapshot, model: str) -> NoPair | None:
         """Return why no request for the model can be served; None if one can."""
@@ -58,7 +59,7 @@ class FleetSettings:
             snapshot,
             model,
             decode_only=self.decode_only_fallback,
-            split_min_tokens=self.split_min_tokens,
+            split_min_tokens=self.split_min_tokens or 0,
         )
 
 
@@ -118,7 +119,7 @@ class Fleet:
         self.registry.subscribe(self._agent_changed)
         self._pumped_at = -1
         self._turns = Turns()
-        self.router = _router(settings, self.slots)
+        self.router = make_router(settings, self.slots)
         self.clock = clock
 
     def acquire(self, request: AcquireRequest) -> Coroutine[Any, Any, Reservation | NoPair]:
@@ -216,7 +217,13 @@ class Fleet:
         # While agents announce themselves one after the other, the prefill agents may be about to.
         decode_only = self.settings.decode_only_fallback and self.clock() >= self._settled_at
         chosen = self.router.choose(
-            snapshot, asked, self._turns, request.exclude, apart=is_migration, decode_only=decode_only
+            snapshot,
+            asked,
+            self._turns,
+            request.exclude,
+            apart=is_migration,
+            decode_only=decode_only,
+            now=self.clock(),
         )
         if not isinstance(chosen, Decision):
             return chosen
@@ -244,13 +251,14 @@ def note_model(metrics: Metrics, update: Register | Bye) -> None:
         metrics.serves(update.model)
 
 
-def _router(settings: FleetSettings, slots: Slots) -> Router:
-    rng = Random()
+def make_router(settings: FleetSettings, slots: Slots) -> Router:
+    """Return the router of a fleet with these settings."""
     return Router(
-        make_policy(settings.prefill_policy, rng),
-        make_policy(settings.decode_policy, rng),
+        settings.prefill_policy,
+        settings.decode_policy,
         Loads(slots, {"prefill": settings.prefill_limit, "decode": settings.decode_limit}),
         settings.split_min_tokens,
         settings.stream_pull_min_tokens,
         settings.prefix_pull_min_tokens,
+        settings.ttft_objective_s / settings.tpot_objective_s,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ from kvferry.proxy.fleet.address_rules import (
 )
 from kvferry.proxy.fleet.circuit_breaker import Breaker, BreakerSettings, BreakerState
 from kvferry.proxy.fleet.pairing import Leg, Pairing, pairing_terms
-from kvferry.proxy.fleet.snapshot import Node, NodeState, Snapshot
+from kvferry.proxy.fleet.snapshot import Node, NodeState, Snapshot, Speed
 from kvferry.proxy.telemetry.event_log import EventKind, EventLog
 from kvferry.proxy.wire.dialects import DIALECTS, serves_alone
 from kvferry.proxy.wire.registration import (
@@ -51,6 +52,8 @@ BUSY_LAG_S = 1.0
 PROOF_S = 0.5
 """A ping this long after something happened to the agent was sent after that."""
 MODEL_MEMORY_S = 600.0
+SHARE_S = 10.0
+"""Time constant of the mean over an agent's share of time that goes into prompts."""
 SWEEP_INTERVAL_S = 0.05
 PAUSE_CHECK_INTERVAL_S = 0.5
 """How often `check_pause` is to be called."""
@@ -100,6 +103,8 @@ class _Record:
     reads_acks: bool
     legs: LegCounts = field(default_factory=LegCounts)
     ours_at_ping: int = 0
+    speed: Speed = Speed()  # noqa: RUF009 (it does not change)
+    prefill_share: float = 0.0
     connection_refused_at: float | None = None
     cordoned: bool = False
     drain_requested: bool = False
@@ -182,6 +187,8 @@ class Registry:
         self._models: dict[str, float] = {}
         self._pairs_out: set[tuple[Incarnation, Incarnation]] = set()
         """Prefill and decode agents that the canary keeps apart."""
+        self._speeds: dict[str, Speed] = {}
+        """By model: what its agents have measured last."""
         self._lost: dict[str, int] = dict.fromkeys(ROLES, 0)
         self._swept_at = float("-inf")
         self._running_at: float | None = None
@@ -258,6 +265,7 @@ class Registry:
         self._by_location[info.location] = incarnation
         if info.model:
             self._note_model(info.model, now)
+            record.speed = self._speeds[info.model] = _speed(info, self._speeds.get(info.model, record.speed))
         self._publish(info)
         self._call_watchers(incarnation)
         return None
@@ -406,6 +414,7 @@ class Registry:
                 self._models[record.info.model] = now
         for model in [name for name, seen in self._models.items() if now - seen >= MODEL_MEMORY_S]:
             del self._models[model]
+            self._speeds.pop(model, None)
 
     def check_pause(self) -> bool:
         """Note that this process runs. A pause before counts for no agent's expiry. Returns whether there was
@@ -612,7 +621,9 @@ class Registry:
         self._models.pop(model, None)
         self._models[model] = now
         if len(self._models) > MAX_NODES:  # the one that was announced longest ago is in front
-            del self._models[next(iter(self._models))]
+            oldest = next(iter(self._models))
+            del self._models[oldest]
+            self._speeds.pop(oldest, None)
 
     def _update(self, record: _Record, info: Register, now: float) -> None:
         if info.steps != record.info.steps or info.load.running == 0:
@@ -629,6 +640,10 @@ class Registry:
             self._note(EventKind.PAIRING_REFUSED, info, f"{self._name(producer)}: {info.refusals[producer]}")
         if info.state != "draining":
             record.served_at = now
+        done, before = info.capacity, record.info.capacity
+        if done is not None and before is not None and (passed_s := now - record.heard_at) > 0.0:
+            share = min(1.0, max(0.0, (done.prefill_s - before.prefill_s) / passed_s))
+            record.prefill_share += (share - record.prefill_share) * -math.expm1(-passed_s / SHARE_S)
         record.info = info
         record.heard_at = now
 
@@ -708,6 +723,21 @@ def _expiry(record: _Record) -> float:
     return NODE_EXPIRY_S * (1.0 if facts is None else facts.ping_interval_s / PING_INTERVAL_S)
 
 
+def _speed(info: Register, others: Speed) -> Speed:
+    """Return what the agent has measured, and of the rest what others of its model have."""
+    capacity, links = info.capacity, info.work.links if info.work is not None else ()
+    if capacity is None:
+        return others
+    pulls = sum(link.pulls for link in links)
+    return Speed(
+        others.token_s if capacity.token_s is None else capacity.token_s,
+        others.step_s if capacity.step_s is None else capacity.step_s,
+        others.sequence_s if capacity.sequence_s is None else capacity.sequence_s,
+        capacity.answer_tokens / capacity.answers if capacity.answers else others.answer_tokens,
+        sum(link.seconds for link in links) / pulls if pulls else others.pull_s,
+    )
+
+
 def _node(record: _Record, now: float) -> Node:
     return Node(
         record.info,
@@ -715,6 +745,8 @@ def _node(record: _Record, now: float) -> Node:
         record.heard_at,
         record.ours_at_ping,
         record.breaker.state,
+        record.speed,
+        record.prefill_share,
     )
 
 

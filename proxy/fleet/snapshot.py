@@ -48,11 +48,37 @@ class NoPair(enum.StrEnum):
     """The only one worth waiting for. An agent on trial after failures is busy with its probe."""
 
 
+class Speed(NamedTuple):
+    """What work takes at an agent; None: no agent of its model has measured it (`Capacity`).
+
+    `answer_tokens`: of an answer, on average. `pull_s`: of one pull, likewise.
+    """
+
+    token_s: float | None = None
+    step_s: float | None = None
+    sequence_s: float | None = None
+    answer_tokens: float = 0.0
+    pull_s: float = 0.0
+
+
+class Prediction(NamedTuple):
+    """When a prompt's first token will come, as was predicted `at` some time, both on the router's clock.
+
+    `share`: of the agent's time, the part that this prompt takes and those sent before it do.
+    """
+
+    at: float
+    first_token_at: float
+    share: float
+
+
 @dataclass(frozen=True, slots=True)
 class Node:
     """One agent at one moment.
 
     `ours_at_ping`: sequences that this proxy had in flight there when the agent reported its load.
+    `speed`: what it has measured, and of the rest what another agent of its model has. `prefill_share`: of
+    its time lately, the part that went into prompts.
     """
 
     info: Register
@@ -60,6 +86,8 @@ class Node:
     heard_at: float
     ours_at_ping: int = 0
     breaker: BreakerState = BreakerState.CLOSED
+    speed: Speed = Speed()  # noqa: RUF009 (it does not change)
+    prefill_share: float = 0.0
 
     @property
     def incarnation(self) -> Incarnation:

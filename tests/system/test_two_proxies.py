@@ -21,9 +21,8 @@ DEADLINE_S = 20.0
 
 @asynccontextmanager
 async def proxies(log_dir: Path) -> AsyncIterator[tuple[Process, Process]]:
-    words = (*PROXY, "--decode-policy", "power_of_two")
     async with AsyncExitStack() as stack:
-        started = await asyncio.gather(*(start_process(name, words, log_dir) for name in ("one", "other")))
+        started = await asyncio.gather(*(start_process(name, PROXY, log_dir) for name in ("one", "other")))
         for process in started:
             stack.push_async_callback(process.stop)
         one, other = started

@@ -18,7 +18,7 @@ from operator import is_not
 from typing import TypeVar
 
 from kvferry.proxy.fleet.pairing import Leg, Matching, Pairing
-from kvferry.proxy.fleet.snapshot import Node, NodeState, NoPair, Snapshot
+from kvferry.proxy.fleet.snapshot import Node, NodeState, NoPair, Prediction, Snapshot
 from kvferry.proxy.wire.dialects import serves_alone
 from kvferry.proxy.wire.registration import Incarnation
 
@@ -38,22 +38,32 @@ class Slots:
     def __init__(self) -> None:
         self.taken: dict[Incarnation, int] = {}
         """By agent; to be read only. Those with none are not in it."""
+        self.prefills: dict[Incarnation, int] = {}
+        """Those of them that are prefill legs of pairs; likewise."""
+        self.predicted: dict[Incarnation, Prediction] = {}
+        """Of the last prompt that was sent to an agent."""
         self._changed: set[Incarnation] = set()
 
-    def acquire(self, agent: Incarnation, count: int) -> None:
-        """Count sequences that go to the agent."""
+    def acquire(self, agent: Incarnation, count: int, *, is_prefill: bool = False) -> None:
+        """Count sequences that go to the agent. `is_prefill`: they are the prefill leg of a pair."""
         self.taken[agent] = self.taken.get(agent, 0) + count
+        if is_prefill:
+            self.prefills[agent] = self.prefills.get(agent, 0) + count
         self._changed.add(agent)
 
-    def release(self, agent: Incarnation, count: int) -> None:
-        """Uncount sequences that have ended; exactly once."""
+    def release(self, agent: Incarnation, count: int, *, is_prefill: bool = False) -> None:
+        """Uncount sequences that have ended; exactly once, and as they were acquired."""
         self._changed.add(agent)
         left = self.taken[agent] - count
         assert left >= 0, "a slot was released twice"
+        if is_prefill:
+            self.prefills[agent] -= count
         if left:
             self.taken[agent] = left
         else:
             del self.taken[agent]
+            self.prefills.pop(agent, None)
+            self.predicted.pop(agent, None)
 
     def in_flight(self, agent: Incarnation) -> int:
         """Return how many sequences are now at this agent, or on their way to it."""

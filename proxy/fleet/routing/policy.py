@@ -8,22 +8,28 @@ compare the ids of tokens.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from heapq import nlargest
-from random import Random
 from typing import Literal
 
 from kvferry.common.hashing import Purpose, digest
+from kvferry.proxy.fleet.pairing import Leg
 from kvferry.proxy.fleet.routing.candidates import Candidates, Listed
+from kvferry.proxy.fleet.routing.costs import RouteCosts
 from kvferry.proxy.fleet.routing.routing_request import CHUNK_TOKENS, PrefixLender, RoutingRequest
 from kvferry.proxy.fleet.snapshot import Node
-from kvferry.proxy.wire.dialects import NATIVE_DIALECT
+from kvferry.proxy.wire.dialects import NATIVE_DIALECT, serves_alone
 from kvferry.proxy.wire.registration import Incarnation, Register
 
-PolicyName = Literal["round_robin", "least_loaded", "power_of_two", "prefix_aware", "session"]
+PolicyName = Literal["least_work", "round_robin", "prefix_aware", "session"]
 
+ALL_LOOKS, MAX_LOOKS = 8, 2
+"""Candidates whose costs are compared: so many all, and of more than these some."""
+TIE = 0.1
+"""Costs that differ by less than this part are equal: they are predictions."""
 MAX_CHUNKS_KNOWN = 65536
 """About 25 MB, and the beginnings of four million tokens."""
 MAX_HOLDERS = 8
@@ -48,6 +54,10 @@ class Policy(ABC):
             turn: How many requests went before; ties go to the candidates in turn.
         """
 
+    def pick_alone(self, candidates: Candidates, request: RoutingRequest, turn: int) -> Node:
+        """Return the agent for all of this request."""
+        return self.pick(candidates, request, turn)
+
     def note(self, node: Node, request: RoutingRequest) -> None:
         """Record that the request goes to `node`."""
         return
@@ -64,27 +74,58 @@ class RoundRobin(Policy):
         return candidates[turn % len(candidates)]
 
 
-class LeastLoaded(Policy):
-    """The one with the fewest sequences; equals in turn, so that an idle fleet is used evenly."""
+class LeastWork(Policy):
+    """The one where the leg costs least (`RouteCosts`); while none has measured anything, the one with the
+    fewest sequences. Costs that are about equal in turn, so that an idle fleet is used evenly.
 
-    def pick(self, candidates: Candidates, request: RoutingRequest, turn: int) -> Node:
-        return candidates.least_loaded(turn)
-
-
-class PowerOfTwo(Policy):
-    """The less loaded of two that are chosen at random.
-
-    Almost as even as the least loaded of all, and several proxies that see the same pings do not all run to
-    the same agent (Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing", 2001).
+    Of more than a few, it compares some, others at each turn: almost as even as the least of all, and several
+    proxies that see the same pings do not all run to the same agent (Mitzenmacher, "The Power of Two Choices
+    in Randomized Load Balancing", 2001).
     """
 
-    def __init__(self, rng: Random) -> None:
-        self._rng = rng
+    def __init__(self, costs: RouteCosts, leg: Leg) -> None:
+        self._costs = costs
+        self._leg = leg
 
     def pick(self, candidates: Candidates, request: RoutingRequest, turn: int) -> Node:
-        count = len(candidates)
-        two = self._rng.sample(range(count), min(2, count))
-        return min((candidates[index] for index in two), key=candidates.load)
+        if len(candidates) == 1:
+            return candidates[0]
+        least = _least(candidates, lambda node: self._cost(node, request), turn)
+        return candidates.least_loaded(turn) if least is None else least[1]
+
+    def pick_alone(self, candidates: Candidates, request: RoutingRequest, turn: int) -> Node:
+        least = _least(candidates, lambda node: self._alone(node, request), turn)
+        return candidates.least_loaded(turn) if least is None else least[1]
+
+    def pair(
+        self, prefill: Node, partners: Candidates, request: RoutingRequest, turn: int
+    ) -> tuple[Node, Node] | None:
+        """Return the prefill agent and the partner that costs least, or twice an agent of role `both` that
+        costs less alone; None if no cost is known.
+        """
+        count, tokens = request.decoded_sequences, request.tokens
+
+        def beside(node: Node) -> float:
+            return math.inf if node is prefill else self._costs.decode(node, count)
+
+        def alone(node: Node) -> float:
+            may_choose = node.info.role == "both" and serves_alone(node.info.dialect, "decode")
+            return self._costs.alone(node, tokens, count) if may_choose else math.inf
+
+        decode = _least(partners, beside, turn)
+        if "both" in (prefill.info.role, decode and decode[1].info.role):
+            by_itself, cost = _least(partners, alone, turn), self._costs.prefill(prefill, tokens)
+            if by_itself is not None and (decode is None or by_itself[0] <= cost + decode[0]):
+                return by_itself[1], by_itself[1]
+        return decode and (prefill, decode[1])
+
+    def _cost(self, node: Node, request: RoutingRequest) -> float:
+        if self._leg == "prefill":
+            return self._costs.prefill(node, request.tokens)
+        return self._costs.decode(node, request.decoded_sequences)
+
+    def _alone(self, node: Node, request: RoutingRequest) -> float:
+        return self._costs.alone(node, request.tokens, request.decoded_sequences)
 
 
 class Session(Policy):
@@ -227,3 +268,17 @@ def _can_lend(lender: Register, borrower: Register) -> bool:
 
 def _rank(session: str, address: str) -> bytes:
     return digest(Purpose.SESSION, session, address, size=8)
+
+
+def _least(candidates: Candidates, cost: Callable[[Node], float], turn: int) -> tuple[float, Node] | None:
+    """Return the least cost and its agent; of equals the first, counted from the one whose turn it is. None
+    if no cost is known.
+    """
+    count = len(candidates)
+    if candidates[turn % count].speed.token_s is None:
+        return None
+    looks = count if count <= ALL_LOOKS else MAX_LOOKS
+    looked = [candidates[(turn + at * (count // looks)) % count] for at in range(looks)]
+    costs = [cost(node) for node in looked]
+    most = (1.0 + TIE) * min(costs)
+    return next((each for each in zip(costs, looked, strict=True) if each[0] <= most < math.inf), None)

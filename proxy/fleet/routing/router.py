@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import replace
-from random import Random
 
 import msgspec
 
@@ -19,11 +18,11 @@ from kvferry.proxy.fleet.routing.candidates import (
     no_pair,
     unknown_model,
 )
+from kvferry.proxy.fleet.routing.costs import RouteCosts
 from kvferry.proxy.fleet.routing.policy import (
-    LeastLoaded,
+    LeastWork,
     Policy,
     PolicyName,
-    PowerOfTwo,
     PrefixAware,
     PrefixIndex,
     PrefixLenders,
@@ -75,25 +74,36 @@ class Router:
     decode takes `count % D` shifted by one whenever the two have run in step for their common period. Over
     P * D requests each pair is used exactly once, and within each role loads differ by one.
 
+    With `least_work` for both, the pair whose legs cost least competes with the agents of role `both` that
+    could serve the request alone (`RouteCosts`).
+
     Args:
         split_min_tokens: A prompt of which fewer tokens than this must be computed (an estimate) is not
-            worth moving: a decode agent serves the request alone.
+            worth moving: a decode agent serves the request alone. None goes by what it costs.
         stream_pull_min_tokens: A prompt of which at least this many tokens must be computed is pulled
             meanwhile; None takes those of more than one of the prefill agent's chunks, 0 takes none.
         prefix_pull_min_tokens: From how many tokens on a prompt's beginning is worth pulling; 0: never.
+        first_token_tokens: As `RouteCosts` takes it.
     """
 
     def __init__(
         self,
-        prefill: Policy,
-        decode: Policy,
+        prefill: PolicyName,
+        decode: PolicyName,
         loads: Loads,
-        split_min_tokens: int = 0,
+        split_min_tokens: int | None = 0,
         stream_pull_min_tokens: int | None = 0,
         prefix_pull_min_tokens: int = 0,
+        first_token_tokens: float = 20.0,
     ) -> None:
-        self._policies: dict[Leg, Policy] = {"prefill": prefill, "decode": decode}
-        self._split_min_tokens = split_min_tokens
+        slots = loads.slots
+        self._costs = RouteCosts(loads.at, slots.prefills, slots.predicted, first_token_tokens)
+        self._policies: dict[Leg, Policy] = {
+            "prefill": _policy(prefill, self._costs, "prefill"),
+            "decode": _policy(decode, self._costs, "decode"),
+        }
+        self._may_be_alone = split_min_tokens is None and prefill == decode == "least_work"
+        self._split_min_tokens = split_min_tokens or 0
         self._stream_pull_min_tokens = stream_pull_min_tokens
         self._prefix_lenders = PrefixLenders(prefix_pull_min_tokens) if prefix_pull_min_tokens > 0 else None
         self._index = CandidateIndex(loads)
@@ -107,13 +117,15 @@ class Router:
         *,
         apart: bool = False,
         decode_only: bool = False,
+        now: float = 0.0,
     ) -> Decision | NoPair:
         """Choose the pair for a request. Changes nothing: `apply` does, if the decision is acted on.
 
-        Agents in `exclude` (they just failed this request) are chosen only if no others are left. With
-        `apart`, no agent is paired with itself. With `decode_only`, a decode agent serves alone where no
-        prefill agent is ready, or the canary has taken out all pairs.
+        `now`: on the snapshot's clock. Agents in `exclude` (they just failed this request) are chosen only if
+        no others are left. With `apart`, no agent is paired with itself. With `decode_only`, a decode agent
+        serves alone where no prefill agent is ready, or the canary has taken out all pairs.
         """
+        self._costs.now = now
         for agents in (_without(snapshot, exclude), snapshot) if exclude else (snapshot,):
             chosen = self._choose(agents, request, turns, apart)
             if decode_only and not apart and is_decode_only(snapshot, request.model, chosen):
@@ -155,13 +167,13 @@ class Router:
             leg: Leg = "prefill" if request.one_token else "decode"
             node = self._lone(request, leg, turns)
             if node is not None:
-                return Decision(Pair(node, node), is_lone=True)
+                return Decision(self._lone_pair(node, request), is_lone=True)
             if any_serves_alone(snapshot, request.model, leg):
                 return NoPair.FULL
         if self._split_min_tokens and not apart:
             node = self._lone(request, "decode", turns)
             if node is not None and self._is_short(request, node):
-                return Decision(Pair(node, node), is_lone=True)
+                return Decision(self._lone_pair(node, request), is_lone=True)
         return self._pair(request, turns, apart)
 
     def _choose_decode_only(
@@ -170,7 +182,7 @@ class Router:
         """Choose a decode agent of the snapshot that was followed last."""
         node = self._lone(request, "decode", turns)
         if node is not None:
-            return Decision(Pair(node, node), is_lone=True, is_decode_only=True)
+            return Decision(self._lone_pair(node, request), is_lone=True, is_decode_only=True)
         able = any_serves_alone(snapshot, request.model, "decode")
         return NoPair.FULL if able else NoPair.NO_PREFILL
 
@@ -182,17 +194,28 @@ class Router:
         prefill = self._policies["prefill"].pick(prefills, request, turn)
         partners = index.partners(prefill, request.n, apart=apart)
         skewed = _skewed(turn, len(prefills), len(partners))
-        decode = self._policies["decode"].pick(partners, request, skewed)
+        policy, least = self._policies["decode"], None
+        if self._may_be_alone and not apart and len(partners) > 1 and isinstance(policy, LeastWork):
+            least = policy.pair(prefill, partners, request, skewed)
+        prefill, decode = least or (prefill, policy.pick(partners, request, skewed))
         streamed = self.streams(prefill, decode, request)
         lenders = self._prefix_lenders
         lender = None if lenders is None else lenders.best(partners, prefill, request)
-        return Decision(Pair(prefill, decode, streamed, lender))
+        token_s = prefill.speed.token_s
+        prediction = None if token_s is None else self._costs.predict(prefill, request.tokens, token_s)
+        return Decision(Pair(prefill, decode, streamed, lender, prediction))
 
     def _lone(self, request: RoutingRequest, leg: Leg, turns: Turns) -> Node | None:
         """Choose an agent of the leg's role that could serve all of the request, if any has room."""
         able = self._index.lone(request.model, leg, request.n)
         turn = turns.of(request.model, lone=True)
-        return self._policies[leg].pick(able, request, turn) if able else None
+        return self._policies[leg].pick_alone(able, request, turn) if able else None
+
+    def _lone_pair(self, node: Node, request: RoutingRequest) -> Pair:
+        token_s = node.speed.token_s
+        if token_s is None:
+            return Pair(node, node)
+        return Pair(node, node, prediction=self._costs.predict(node, request.tokens, token_s))
 
     def _is_short(self, request: RoutingRequest, node: Node) -> bool:
         cached = self._policies["decode"].cached_tokens(node, request)
@@ -208,15 +231,12 @@ class Router:
         return least > 0 and request.tokens_per_prompt - cached >= least
 
 
-def make_policy(name: PolicyName, rng: Random) -> Policy:
-    """Return the policy of that name."""
+def _policy(name: PolicyName, costs: RouteCosts, leg: Leg) -> Policy:
     match name:
+        case "least_work":
+            return LeastWork(costs, leg)
         case "round_robin":
             return RoundRobin()
-        case "least_loaded":
-            return LeastLoaded()
-        case "power_of_two":
-            return PowerOfTwo(rng)
         case "prefix_aware":
             return PrefixAware(PrefixIndex())
         case "session":

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from kvferry.common.hashing import Purpose, chain, digest
-from kvferry.proxy.fleet.snapshot import Node
+from kvferry.proxy.fleet.snapshot import Node, Prediction
 from kvferry.proxy.request import ClientRequest
 from kvferry.proxy.wire.registration import Incarnation, Register
 
@@ -146,6 +146,7 @@ class Pair(msgspec.Struct, frozen=True):
     decode: Node
     streamed: bool = False
     prefix_lender: PrefixLender | None = None
+    prediction: Prediction | None = None
 
     @property
     def alone(self) -> bool:

@@ -25,7 +25,7 @@ FISH = 'kvferry completion fish | source; complete --do-complete "$argv[1]"; tru
 LINES = [
     ("kvferry be", {"bench"}),
     ("kvferry proxy --decode-po", {"--decode-policy"}),
-    ("kvferry proxy --decode-policy le", {"least_loaded"}),
+    ("kvferry proxy --decode-policy le", {"least_work"}),
     ("kvferry agent --attach http://a:1 --dialec", {"--dialect"}),
     ("kvferry agent --engine v", {"vllm"}),
     ("kvferry agent --engine vllm --start", {"--start-timeout-s"}),

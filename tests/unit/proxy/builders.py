@@ -85,8 +85,11 @@ class AppliedRouter(Router):
         *,
         apart: bool = False,
         decode_only: bool = False,
+        now: float = 0.0,
     ) -> Pair | NoPair:
-        chosen = self.choose(agents, request, self.turns, exclude, apart=apart, decode_only=decode_only)
+        chosen = self.choose(
+            agents, request, self.turns, exclude, apart=apart, decode_only=decode_only, now=now
+        )
         if not isinstance(chosen, Decision):
             return chosen
         self.apply(chosen, request, self.turns, agents.models)

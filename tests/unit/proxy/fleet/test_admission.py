@@ -13,7 +13,6 @@ import pytest
 from kvferry.proxy.errors import Overloaded
 from kvferry.proxy.fleet.admission import MAX_RETRY_AFTER_S, Admission, Reservation
 from kvferry.proxy.fleet.routing.candidates import Loads, Slots
-from kvferry.proxy.fleet.routing.router import make_policy
 from kvferry.proxy.fleet.routing.routing_request import Pair, RoutingRequest
 from kvferry.proxy.fleet.snapshot import NoPair, Snapshot
 from kvferry.proxy.telemetry.metrics import Metrics
@@ -78,9 +77,9 @@ def make_door(max_waiting: int = 8) -> Door:
         *(registration("prefill", 100 + at, model=model, **each) for at, model in enumerate("mo")),
         *(registration("decode", 200 + at, model=model, **each) for at, model in enumerate("mo")),
     )
-    slots, rng = Slots(), Random(0)
+    slots = Slots()
     loads = Loads(slots, {"prefill": None, "decode": None})
-    router = AppliedRouter(make_policy("round_robin", rng), make_policy("round_robin", rng), loads)
+    router = AppliedRouter("round_robin", "round_robin", loads)
     return Door(Admission(slots, Metrics(), max_waiting), slots, router, agents)
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from dataclasses import replace
-from random import Random
 from typing import Any
 
 import msgspec
@@ -20,7 +19,7 @@ from kvferry.proxy.fleet.fleet import AcquireRequest, Fleet, FleetSettings
 from kvferry.proxy.fleet.pairing import Kind, Matching, Mismatch, Pairing, difference, mismatch, reason
 from kvferry.proxy.fleet.registry import STALL_S, SnapshotCache
 from kvferry.proxy.fleet.routing.candidates import Loads, Slots, no_pair
-from kvferry.proxy.fleet.routing.router import Decision, make_policy
+from kvferry.proxy.fleet.routing.router import Decision
 from kvferry.proxy.fleet.routing.routing_request import Pair, RoutingRequest
 from kvferry.proxy.fleet.snapshot import (
     Node,
@@ -146,10 +145,9 @@ def test_the_router_uses_all_these_pairs_evenly_and_no_others(
         kind = (agent.weights, agent.tokenizer, agent.layout)
         ready = [node.info for node in agents.nodes if node.state is NodeState.READY]
         assert all((each.weights, each.tokenizer, each.layout) == kind for each in ready)
-    rng = Random(0)
     router = AppliedRouter(
-        make_policy("round_robin", rng),
-        make_policy("round_robin", rng),
+        "round_robin",
+        "round_robin",
         Loads(Slots(), {"prefill": None, "decode": None}),
     )
     kept = tuple(node for node in agents.nodes if node.incarnation not in excluded)
@@ -231,9 +229,8 @@ def test_a_request_compares_no_agents_while_nothing_has_changed(
 ) -> None:
     """D4: the work was P x D comparisons for every request and ping."""
     registry, work = TimedRegistry(), Work(monkeypatch)
-    rng = Random(0)
     loads = Loads(Slots(), {"prefill": None, "decode": None})
-    router = AppliedRouter(make_policy("round_robin", rng), make_policy("round_robin", rng), loads)
+    router = AppliedRouter("round_robin", "round_robin", loads)
     infos = [registration("decode" if at % 2 else "prefill", 100 + at) for at in range(agents)]
     for info in infos:
         registry.register(info)

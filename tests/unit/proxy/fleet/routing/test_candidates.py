@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from random import Random
 from typing import Any
 
 import msgspec
@@ -24,7 +23,7 @@ from kvferry.proxy.fleet.routing.candidates import (
     no_pair,
 )
 from kvferry.proxy.fleet.routing.policy import PolicyName
-from kvferry.proxy.fleet.routing.router import Decision, Turns, make_policy
+from kvferry.proxy.fleet.routing.router import Decision, Turns
 from kvferry.proxy.fleet.routing.routing_request import Pair, RoutingRequest
 from kvferry.proxy.fleet.snapshot import Node, Snapshot
 from kvferry.proxy.wire.dialects import serves_alone
@@ -43,7 +42,7 @@ STEPS = st.lists(
 )
 MAX_RUNNING = 3
 NO_LIMITS: dict[Leg, int | None] = {"prefill": None, "decode": None}
-POLICIES: list[PolicyName] = ["round_robin", "least_loaded", "power_of_two", "prefix_aware", "session"]
+POLICIES: list[PolicyName] = ["least_work", "round_robin", "prefix_aware", "session"]
 
 
 def told(candidates: Candidates) -> list[tuple[str, int]]:
@@ -160,7 +159,7 @@ def fleet(agents: int, policy: PolicyName) -> tuple[Registry, AppliedRouter, Slo
         TimedRegistry(in_flight=slots.in_flight),
         Loads(slots, NO_LIMITS),
     )
-    router = AppliedRouter(make_policy(policy, Random(1)), make_policy(policy, Random(2)), loads)
+    router = AppliedRouter(policy, policy, loads)
     for at in range(agents):
         registry.register(agent(at))
     return registry, router, slots

@@ -3,20 +3,20 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Sequence
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.proxy.fleet.pairing import Leg
 from kvferry.proxy.fleet.routing.candidates import Listed
+from kvferry.proxy.fleet.routing.costs import RouteCosts
 from kvferry.proxy.fleet.routing.policy import (
     MAX_HOLDERS,
     OVERLOAD_FACTOR,
     OVERLOAD_SLACK,
-    LeastLoaded,
-    PowerOfTwo,
+    LeastWork,
     PrefixAware,
     PrefixIndex,
     RoundRobin,
@@ -28,6 +28,7 @@ from kvferry.proxy.wire.registration import Incarnation
 from tests.unit.proxy.builders import registration, snapshot
 
 ASK = RoutingRequest(model="m")
+LEGS: tuple[Leg, ...] = ("prefill", "decode")
 CHUNK = "x" * CHUNK_TOKENS * BYTES_PER_TOKEN
 
 
@@ -38,6 +39,10 @@ def agents(count: int) -> tuple[Node, ...]:
 def busy(nodes: Sequence[Node], *loads: int) -> Listed:
     known = {node.incarnation: load for node, load in zip(nodes, loads, strict=True)}
     return Listed(nodes, lambda node: known[node.incarnation])
+
+
+def least_work(leg: Leg) -> LeastWork:
+    return LeastWork(RouteCosts(lambda _: 0, {}, {}, 20.0), leg)
 
 
 def idle(nodes: Sequence[Node]) -> Listed:
@@ -51,24 +56,17 @@ def test_round_robin_goes_by_turn_whatever_the_load() -> None:
 
 
 @given(loads=st.lists(st.integers(0, 5), min_size=1, max_size=6), turn=st.integers(0, 50))
-def test_least_loaded_is_least_loaded(loads: list[int], turn: int) -> None:
+def test_while_nothing_is_measured_the_least_loaded_has_the_least_work(loads: list[int], turn: int) -> None:
     nodes = agents(len(loads))
     candidates = busy(nodes, *loads)
-    assert candidates.load(LeastLoaded().pick(candidates, ASK, turn)) == min(loads)
+    for leg in LEGS:
+        assert candidates.load(least_work(leg).pick(candidates, ASK, turn)) == min(loads)
 
 
 def test_equally_loaded_agents_take_turns() -> None:
     nodes = agents(3)
-    assert [LeastLoaded().pick(idle(nodes), ASK, turn) for turn in range(3)] == list(nodes)
-
-
-def test_power_of_two_never_takes_the_most_loaded_and_reaches_all_others() -> None:
-    nodes = agents(5)
-    candidates, policy = busy(nodes, 1, 2, 3, 4, 5), PowerOfTwo(random.Random(1))
-    picked = Counter(candidates.load(policy.pick(candidates, ASK, 0)) for _ in range(400))
-    assert set(picked) == {1, 2, 3, 4}
-    assert picked[1] > picked[4]
-    assert policy.pick(idle(nodes[:1]), ASK, 0) is nodes[0]
+    for leg in LEGS:
+        assert [least_work(leg).pick(idle(nodes), ASK, turn) for turn in range(3)] == list(nodes)
 
 
 @given(session=st.text(max_size=20), gone=st.integers(0, 4))

@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-from random import Random
 from typing import Any
 
 import pytest
 
 from kvferry.proxy.fleet.routing.candidates import Loads, Slots
-from kvferry.proxy.fleet.routing.router import make_policy
 from kvferry.proxy.fleet.routing.routing_request import CHUNK_TOKENS, Pair, RoutingRequest
 from kvferry.proxy.fleet.snapshot import Snapshot
 from tests.unit.proxy.builders import AppliedRouter, registration, snapshot
@@ -19,9 +17,8 @@ TURN = list(range(1000, 1000 + 3 * CHUNK_TOKENS))
 
 
 def make_router(min_tokens: int = MIN_TOKENS) -> AppliedRouter:
-    loads, rng = Loads(Slots(), {"prefill": None, "decode": None}), Random(0)
-    policies = (make_policy("round_robin", rng), make_policy("round_robin", rng))
-    return AppliedRouter(*policies, loads, prefix_pull_min_tokens=min_tokens)
+    loads = Loads(Slots(), {"prefill": None, "decode": None})
+    return AppliedRouter("round_robin", "round_robin", loads, prefix_pull_min_tokens=min_tokens)
 
 
 def fleet(decodes: int = 2) -> Snapshot:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from random import Random
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from kvferry.proxy.fleet.fleet import FleetSettings
 from kvferry.proxy.fleet.pairing import mismatch
 from kvferry.proxy.fleet.routing.candidates import Loads, Slots, no_pair
 from kvferry.proxy.fleet.routing.policy import PolicyName
-from kvferry.proxy.fleet.routing.router import make_policy
 from kvferry.proxy.fleet.routing.routing_request import Pair, RoutingRequest
 from kvferry.proxy.fleet.snapshot import NodeState, NoPair, Snapshot
 from kvferry.proxy.wire.dialects import DIALECTS
@@ -32,8 +30,8 @@ def make_router(
     slots: Slots | None = None,
     split_min_tokens: int = 0,
 ) -> AppliedRouter:
-    rng, loads = Random(0), Loads(slots or Slots(), {"prefill": None, "decode": None})
-    return AppliedRouter(make_policy(prefill, rng), make_policy(decode, rng), loads, split_min_tokens)
+    loads = Loads(slots or Slots(), {"prefill": None, "decode": None})
+    return AppliedRouter(prefill, decode, loads, split_min_tokens)
 
 
 def asked(model: str = "m", **fields: Any) -> RoutingRequest:
@@ -236,7 +234,7 @@ def test_a_retry_waits_for_another_agent_rather_than_go_back_to_the_one_that_fai
 def test_each_role_has_its_own_policy() -> None:
     slots, agents = Slots(), fleet(2, 2)
     slots.acquire(Incarnation(f"{100:016x}"), 5)
-    router = make_router("least_loaded", "session", slots=slots)
+    router = make_router("least_work", "session", slots=slots)
     chosen = {ports(router.route(agents, asked(session="mine"))) for _ in range(6)}
     assert len(chosen) == 1 and chosen <= {(101, 200), (101, 201)}
 
@@ -347,9 +345,7 @@ def test_decode_agents_without_room_are_waited_for() -> None:
 def streaming_pair(policy: PolicyName = "round_robin", least: int | None = 64, **decode: Any) -> Any:
     """A function that tells whether a request's KV is pulled while its prompt is computed."""
     loads = Loads(Slots(), {})
-    router = AppliedRouter(
-        make_policy(policy, Random(1)), make_policy("round_robin", Random(1)), loads, 0, least
-    )
+    router = AppliedRouter(policy, "round_robin", loads, 0, least)
     agents = snapshot(
         registration("prefill", 1, prefill_chunk=100), registration("decode", 2, load=load(**decode))
     )

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a request costs at a server: the seconds that it takes itself, and those by which it delays others.
+
+The model. A server computes prompts one after the other, `token_s` for each token, and a step that decodes n
+sequences takes `step_s + n * sequence_s`. While it computes a prompt, the D sequences that it decodes wait.
+So, of a request whose prompt takes w seconds, and whose answer has L tokens:
+
+    prefill:  queue + w           until the first token
+              + v * w * D         for the sequences decoded there
+    decode:   v * L * step        where step = step_s + (D + 1) * sequence_s
+              + v * L * step * s  for prompts that come meanwhile: s is the share of time that they take
+              + v * L * sequence_s * D    for the other sequences
+              + v * (queue + pull)        for prompts that wait there now, and for the transfer
+
+A second of decoding counts v times as much as one before the first token: as much as the objectives say of an
+answer of L tokens, `ttft_objective_s / (L * tpot_objective_s)`. A pair costs the sum of both. A server alone
+costs the same without a transfer; what comes while its prompt waits and is computed delays its answer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+from kvferry.proxy.fleet.snapshot import Node, Prediction
+from kvferry.proxy.wire.registration import Incarnation
+
+BURST_S = 1.0
+"""Time constant of the share of an agent's time that the prompts sent there a moment ago take."""
+
+
+class RouteCosts:
+    """Costs on the router's clock, by which `now` is to be set; infinite while no agent of the model has
+    measured what they go by.
+
+    Args:
+        sequences: Returns how many sequences an agent has.
+        prefills: Those of them that are prefill legs of pairs, by agent.
+        predicted: Of the last prompt that was sent to an agent.
+        first_token_tokens: For how many tokens of an answer its first one counts: the objective for the time
+            to it, over the one for the time per token.
+    """
+
+    def __init__(
+        self,
+        sequences: Callable[[Node], int],
+        prefills: Mapping[Incarnation, int],
+        predicted: Mapping[Incarnation, Prediction],
+        first_token_tokens: float,
+    ) -> None:
+        self.now = 0.0
+        self._sequences = sequences
+        self._prefills = prefills
+        self._predicted = predicted
+        self._first_token_tokens = first_token_tokens
+
+    def prefill(self, node: Node, tokens: int) -> float:
+        """Return the cost of the prefill leg of a prompt of so many tokens."""
+        token_s = node.speed.token_s
+        if token_s is None:
+            return math.inf
+        queue_s, decoding, _ = self._state(node)
+        return queue_s + tokens * token_s * (1.0 + decoding * self._weight(node))
+
+    def decode(self, node: Node, count: int) -> float:
+        """Return the cost of a decode leg of so many sequences, whose prompt another server computes."""
+        queue_s, decoding, share = self._state(node)
+        return self._decoding(node, count, queue_s + node.speed.pull_s, decoding, share)
+
+    def alone(self, node: Node, tokens: int, count: int) -> float:
+        """Return the cost of both."""
+        queue_s, decoding, share = self._state(node)
+        delay_s = (queue_s + tokens * (node.speed.token_s or 0.0)) * share
+        return self.prefill(node, tokens) + self._decoding(node, count, delay_s, decoding, share)
+
+    def predict(self, node: Node, tokens: int, token_s: float) -> Prediction:
+        """Return when a prompt that is sent to the server now is computed."""
+        work_s, now = tokens * token_s, self.now
+        queue_s, _, _ = self._state(node)
+        last = self._predicted.get(node.info.incarnation)
+        burst = 0.0 if last is None else last.share * math.exp((last.at - now) / BURST_S)
+        return Prediction(now, now + queue_s + work_s, burst + work_s / BURST_S)
+
+    def _decoding(self, node: Node, count: int, delay_s: float, others: int, share: float) -> float:
+        _, step_s, sequence_s, tokens, _ = node.speed
+        if not count:
+            return 0.0
+        if step_s is None or sequence_s is None:
+            return math.inf
+        own_s = (step_s + (others + count) * sequence_s) * (1.0 + share)
+        return self._weight(node) * count * (delay_s + tokens * (own_s + others * sequence_s))
+
+    def _weight(self, node: Node) -> float:
+        return self._first_token_tokens / max(1.0, node.speed.answer_tokens)
+
+    def _state(self, node: Node) -> tuple[float, int, float]:
+        """Return the seconds until a prompt that is sent now is begun; the sequences that are decoded there,
+        or will be once their prompts are computed; and the share of the agent's time that prompts take:
+        lately, or of those sent a moment ago, which may be a burst.
+        """
+        info, now = node.info, self.now
+        capacity, last = info.capacity, self._predicted.get(info.incarnation)
+        reported_s = None if capacity is None else capacity.backlog_s
+        queue_s = 0.0 if reported_s is None else max(0.0, node.heard_at + reported_s - now)
+        share = node.prefill_share
+        if last is not None:
+            if reported_s is None or last.at >= node.heard_at:
+                queue_s = max(queue_s, last.first_token_at - now)
+            share = max(share, min(1.0, last.share * math.exp((last.at - now) / BURST_S)))
+        return queue_s, max(0, self._sequences(node) - self._prefills.get(info.incarnation, 0)), share

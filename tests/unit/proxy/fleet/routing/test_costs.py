@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a request costs where, and that a wrong figure changes where requests go and nothing else."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.proxy.fleet.admission import Reservation
+from kvferry.proxy.fleet.pairing import mismatch
+from kvferry.proxy.fleet.routing.candidates import Loads, Slots
+from kvferry.proxy.fleet.routing.routing_request import Pair, RoutingRequest
+from kvferry.proxy.fleet.snapshot import Snapshot, Speed
+from kvferry.proxy.wire.registration import Capacity, Register, Role
+from tests.unit.proxy.builders import AppliedRouter, TimedRegistry, load, registration
+
+MEASURED = Capacity(
+    prompts=10, prefill_s=1.0, answers=10, answer_tokens=1000, slots=64,
+    step_s=0.01, sequence_s=0.001, token_s=0.0001, backlog_s=0.0,
+)  # fmt: skip
+SHORT = RoutingRequest(model="m", prompt="x" * 400)
+LONG = RoutingRequest(model="m", prompt="x" * 40_000)
+
+
+class Stage:
+    """A router over agents that report these capacities."""
+
+    def __init__(self) -> None:
+        self.slots = Slots()
+        self.registry = TimedRegistry(in_flight=self.slots.in_flight)
+        loads = Loads(self.slots, {"prefill": None, "decode": None})
+        self.router = AppliedRouter("least_work", "least_work", loads, None)
+        self._pings = 1
+
+    def ping(self, role: Role, port: int, capacity: Capacity | None = MEASURED, **fields: Any) -> Register:
+        self._pings += 1
+        info = registration(role, port, capacity=capacity, index=self._pings, **fields)
+        self.registry.register(info)
+        return info
+
+    def route(self, request: RoutingRequest, *, keep: bool = True) -> tuple[int, int]:
+        pair = self.router.route(self.registry.snapshot(), request, now=self.registry.time.now)
+        assert isinstance(pair, Pair)
+        if keep:
+            Reservation(pair, request.n, self._free).acquire(self.slots)
+        return tuple(int(node.info.address.rsplit(":", 1)[1]) for node in (pair.prefill, pair.decode))  # type: ignore[return-value]
+
+    def _free(self, agent: Any, count: int, is_prefill: bool) -> None:
+        self.slots.release(agent, count, is_prefill=is_prefill)
+
+
+def test_the_queue_counts_in_seconds_and_not_in_sequences() -> None:
+    stage = Stage()
+    stage.ping("prefill", 100, msgspec.structs.replace(MEASURED, backlog_s=3.0), load=load(1))
+    stage.ping("prefill", 101, msgspec.structs.replace(MEASURED, backlog_s=0.1), load=load(8))
+    stage.ping("decode", 200)
+    assert {stage.route(SHORT, keep=False)[0] for _ in range(4)} == {101}
+
+
+def test_what_was_sent_since_the_last_ping_counts_until_it_is_computed() -> None:
+    stage = Stage()
+    for port in (100, 101):
+        stage.ping("prefill", port)
+    stage.ping("decode", 200)
+    assert stage.route(LONG)[0] == 100
+    assert [stage.route(SHORT)[0] for _ in range(3)] == [101] * 3
+    stage.registry.at(2.0)  # the long prompt takes a second
+    assert {stage.route(SHORT, keep=False)[0] for _ in range(4)} == {100, 101}
+
+
+def test_agents_that_nothing_tells_apart_are_taken_in_turn() -> None:
+    stage = Stage()
+    for at in range(3):
+        stage.ping("prefill", 100 + at, msgspec.structs.replace(MEASURED, token_s=0.0001 * (1 + at / 100)))
+        stage.ping("decode", 200 + at, msgspec.structs.replace(MEASURED, step_s=0.01 * (1 + at / 100)))
+    used = [stage.route(SHORT, keep=False) for _ in range(6)]
+    assert [prefill for prefill, _ in used] == [100, 101, 102] * 2
+    assert set(Counter(decode for _, decode in used).values()) == {2}
+
+
+def test_an_idle_agent_of_both_roles_serves_alone_and_one_that_decodes_much_gets_no_long_prompt() -> None:
+    stage = Stage()
+    stage.ping("both", 100)
+    stage.ping("both", 101, load=load(20))
+    assert stage.route(SHORT, keep=False) == (100, 100)
+    stage.ping("both", 100, msgspec.structs.replace(MEASURED, backlog_s=0.5))
+    assert stage.route(LONG, keep=False)[0] == 100
+
+
+def test_a_role_that_was_given_is_kept() -> None:
+    stage = Stage()
+    stage.ping("prefill", 100, msgspec.structs.replace(MEASURED, backlog_s=60.0))
+    stage.ping("decode", 200)
+    assert stage.route(SHORT) == (100, 200)
+
+
+def test_an_agent_with_a_high_share_of_prompts_is_not_taken_to_decode() -> None:
+    stage = Stage()
+    for now in range(30):
+        stage.registry.at(float(now))
+        for at, share in enumerate((0.9, 0.0)):
+            done = msgspec.structs.replace(MEASURED, prefill_s=1.0 + share * now)
+            stage.ping("both", 100 + at, done)
+        stage.ping("prefill", 99)
+    shares = {node.info.address[-3:]: node.prefill_share for node in stage.registry.snapshot().nodes}
+    assert shares["100"] > 0.8 and shares["101"] == 0.0
+    assert stage.route(LONG, keep=False)[1] == 101
+
+
+def test_what_an_agent_has_not_measured_is_taken_from_another_of_its_model() -> None:
+    stage = Stage()
+    stage.ping("prefill", 100)
+    stage.ping("prefill", 101, Capacity(step_s=5.0))
+    speed = stage.registry.snapshot().nodes[1].speed
+    assert speed == Speed(MEASURED.token_s, 5.0, MEASURED.sequence_s, 100.0, 0.0)
+
+
+FIGURES = st.one_of(
+    st.none(), st.sampled_from([0.0, -1.0, 1e300, float("nan"), float("inf"), float("-inf")]), st.floats()
+)
+CAPACITIES = st.none() | st.builds(
+    Capacity,
+    prompts=st.integers(0, 2**62), prefill_s=st.floats(), answers=st.integers(0, 2**62),
+    answer_tokens=st.integers(0, 2**62), step_s=FIGURES, sequence_s=FIGURES, token_s=FIGURES,
+    backlog_s=FIGURES,
+)  # fmt: skip
+AGENTS = st.lists(
+    st.tuples(st.sampled_from(["prefill", "decode", "both"]), CAPACITIES, st.floats(), st.integers(-5, 300)),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(agents=AGENTS, later=CAPACITIES, requests=st.integers(1, 20))
+def test_a_wrong_figure_changes_where_requests_go_and_nothing_else(
+    agents: list[Any], later: Capacity | None, requests: int
+) -> None:
+    """Whatever agents report: a pair that fits and is ready, wherever one is without any figures."""
+    stage, plain = Stage(), Stage()
+    for at, (role, capacity, _, running) in enumerate(agents):
+        stage.ping(role, 100 + at, capacity, load=load(running))
+        plain.ping(role, 100 + at, None, load=load(running))
+    stage.registry.at(1.0)
+    stage.ping(agents[0][0], 100, later)
+    plain.ping(agents[0][0], 100, None)
+    shot: Snapshot = stage.registry.snapshot()
+    shot = shot.altered(
+        replace(node, prefill_share=share) for node, (_, _, share, _) in zip(shot.nodes, agents, strict=True)
+    )
+    for _ in range(requests):
+        found = stage.router.route(shot, SHORT, now=1.0)
+        expected = plain.router.route(plain.registry.snapshot(), SHORT, now=1.0)
+        assert isinstance(found, Pair) == isinstance(expected, Pair)
+        if isinstance(found, Pair):
+            assert mismatch(found.prefill.info, found.decode.info) is None
+            assert found.prefill.serves("prefill") and found.decode.serves("decode")
+            Reservation(found, 1, stage._free).acquire(stage.slots)
