@@ -84,7 +84,15 @@ async def feed(http: aiohttp.ClientSession, url: str) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(patient(600))
-async def test_what_dies_is_restarted_and_the_streams_go_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "killed",
+    [
+        ("decode-0", "prefill-0"),
+        pytest.param(("decode-0", "prefill-0", "decode-1", "prefill-1"), marks=pytest.mark.full),
+    ],
+    ids=["one of a role", "all"],
+)
+async def test_what_dies_is_restarted_and_the_streams_go_on(tmp_path: Path, killed: tuple[str, ...]) -> None:
     """The page and `kvferry status` show what happened; `kvferry doctor` reaches all that is there."""
     options = (
         "--prefill=2",
@@ -102,7 +110,7 @@ async def test_what_dies_is_restarted_and_the_streams_go_on(tmp_path: Path) -> N
         bodies = [{**body, "prompt": each.prompt, "seed": seed} for seed, each in enumerate(heldout(4))]
         expected = await asyncio.gather(*(complete(http, url, each) for each in bodies))
         was = {node["name"]: node["address"] for node in await nodes(http, url)}
-        for name in ("decode-0", "prefill-0", "decode-1", "prefill-1"):
+        for name in killed:
             running = [asyncio.ensure_future(complete(http, url, each)) for each in bodies]
             async with asyncio.timeout(START_TIMEOUT_S):
                 while not all(
