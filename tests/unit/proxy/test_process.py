@@ -28,7 +28,7 @@ MODULE = ("-m", "kvferry.proxy")
 # As the module, but that agents have a minute to announce themselves: here they may be slow to start.
 PATIENT = (
     "-c",
-    "import sys; from kvferry.proxy import cli; cli.SETTLE_S = 60.0; sys.exit(cli.run(sys.argv[1:]))",
+    "import sys; from kvferry.proxy import __main__ as proxy; proxy.SETTLE_S = 60.0; sys.exit(proxy.main())",
 )
 
 

@@ -13,7 +13,7 @@ from kvferry.common.telemetry.tracing import check_endpoint, open_tracing
 LONG_STATE = ",".join(f"k{number}={'v' * 200}" for number in range(3))
 IMPORTS = """
 import sys
-import kvferry.proxy.cli, kvferry.agent.cli
+import kvferry.proxy.__main__, kvferry.agent.cli
 from kvferry.common.telemetry.tracing import open_tracing
 assert open_tracing(None, {"service.name": "x"}) is None
 print([name for name in sys.modules if name.startswith("opentelemetry")])
