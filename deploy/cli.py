@@ -34,6 +34,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "kvferry.deploy.canary:main",
         "compare the answers of pairs with those of one server",
     ),
+    "plan": (
+        "kvferry.deploy.plan.command:main",
+        "predict what splits of servers, and a choice for each request, would make of a load",
+    ),
     "down": ("kvferry.deploy.ray.down:main", "end the agents that kvferry up --on ray has started"),
     "drain": ("kvferry.deploy.drain:main", "let an agent finish what it has, and end"),
     "keygen": ("kvferry.deploy.keygen:main", "make the key that proxies and agents of one cluster share"),

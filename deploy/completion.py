@@ -26,6 +26,7 @@ SETTINGS = {
     "proxy": "kvferry.proxy.config:ProxyConfig",
     "agent": "kvferry.agent.config:AgentConfig",
     "bench": "kvferry.deploy.bench.config:BenchConfig",
+    "plan": "kvferry.deploy.plan.command:PlanConfig",
 }
 """Commands whose flags are the fields of a settings class: named, not imported, as TAB must be quick."""
 PARSERS = {

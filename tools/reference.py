@@ -27,6 +27,7 @@ from kvferry.deploy import canary, completion, drain, keygen, status
 from kvferry.deploy.bench.config import BenchConfig
 from kvferry.deploy.cli import COMMANDS
 from kvferry.deploy.doctor import command as doctor
+from kvferry.deploy.plan.command import PlanConfig
 from kvferry.deploy.ray import down
 from kvferry.deploy.up import UpConfig
 from kvferry.proxy.api.openapi import document
@@ -58,6 +59,7 @@ SETTINGS: dict[str, tuple[type[Any], str]] = {
         "Starts a vLLM server with our connector; what follows `--` is for vLLM.",
     ),
     "kvferry bench": (BenchConfig, "[How it measures](../bench.md)."),
+    "kvferry plan": (PlanConfig, "[How to use it](../deploy/sizing.md#splits)."),
 }
 OPEN_LABELS = ("model_name", "agent", "backend", "version", "python")
 """Labels whose values the code does not know."""

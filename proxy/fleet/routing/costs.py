@@ -7,8 +7,8 @@ So, of a request whose prompt takes w seconds, and whose answer has L tokens:
 
     prefill:  queue + w           until the first token
               + v * w * D         for the sequences decoded there
-    decode:   v * L * step        where step = step_s + (D + 1) * sequence_s
-              + v * L * step * s  for prompts that come meanwhile: s is the share of time that they take
+    decode:   v * L * step / (1 - s)    where step = step_s + (D + 1) * sequence_s, and s is the share of the
+                                  server's time that prompts take
               + v * L * sequence_s * D    for the other sequences
               + v * (queue + pull)        for prompts that wait there now, and for the transfer
 
@@ -27,6 +27,9 @@ from kvferry.proxy.wire.registration import Incarnation
 
 BURST_S = 1.0
 """Time constant of the share of an agent's time that the prompts sent there a moment ago take."""
+
+MAX_SHARE = 0.95
+"""A share that is measured as all of the time leaves some for decoding: steps do both."""
 
 
 class RouteCosts:
@@ -87,7 +90,7 @@ class RouteCosts:
             return 0.0
         if step_s is None or sequence_s is None:
             return math.inf
-        own_s = (step_s + (others + count) * sequence_s) * (1.0 + share)
+        own_s = (step_s + (others + count) * sequence_s) / (1.0 - min(share, MAX_SHARE))
         return self._weight(node) * count * (delay_s + tokens * (own_s + others * sequence_s))
 
     def _weight(self, node: Node) -> float:

@@ -18,11 +18,12 @@ from kvferry.agent.vllm.launch import VllmEngineConfig
 from kvferry.common.options import options_of
 from kvferry.deploy.bench.config import BenchConfig
 from kvferry.deploy.cli import COMMANDS, main
+from kvferry.deploy.plan.command import PlanConfig
 from kvferry.deploy.up import UpConfig
 from kvferry.proxy.config import ProxyConfig
 
 ROOT = Path(__file__).parents[3]
-SETTINGS = (AgentConfig, SidecarConfig, VllmEngineConfig, UpConfig, ProxyConfig, BenchConfig)
+SETTINGS = (AgentConfig, SidecarConfig, VllmEngineConfig, UpConfig, ProxyConfig, BenchConfig, PlanConfig)
 VARIANTS = (
     *((name,) for name in COMMANDS),
     ("agent", "--attach", "http://a:1"),
