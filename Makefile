@@ -17,7 +17,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 DAILY := env|demo|check|format|test|bench-proxy|site|help-all
-.PHONY: help help-all env demo test test-parts coverage test-full test-gpu test-vllm test-clients test-deploy test-deploy-lint test-atom test-rdma test-traces test-versions chaos soak model-check fuzz-api \
+.PHONY: help help-all env demo test test-parts coverage test-full test-gpu test-vllm test-sglang test-clients test-deploy test-deploy-lint test-atom test-rdma test-traces test-versions chaos soak model-check fuzz-api \
 	fuzz-discovery hammer mutants check format bench-proxy bench-vllm bench-fleet bench-streams bench-streamed bench-transfer bench-pd \
 	dialect-table served-table model-table field-table prefix-table lifecycles reference dashboards cuda-requirements site train clean
 
@@ -92,6 +92,14 @@ test-vllm: export VLLM_ENV := .venv-vllm$(if $(filter-out 0.32.0,$(VLLM)),-$(VLL
 test-vllm: $(STAMP) ## two real vLLM servers behind the proxy, on CPUs or with DEVICE=cuda on a GPU; installs vLLM into .venv-vllm first
 	$(BIN)/python -m tests.system.vllm.install $(VLLM_ENV) $(VLLM)
 	$(BIN)/python -m pytest -m vllm -rs --timeout 3600 $(TESTS)
+
+# TESTS='tests/system/sglang -k equal' runs some of them.
+SGLANG ?= 0.5.23
+test-sglang: TESTS = tests/system/sglang
+test-sglang: export SGLANG_ENV := .venv-sglang$(if $(filter-out 0.5.23,$(SGLANG)),-$(SGLANG))
+test-sglang: $(STAMP) ## two real SGLang servers behind the proxy, on CPUs; installs SGLang into .venv-sglang first (7 GB)
+	$(BIN)/python -m tests.system.sglang.install $(SGLANG_ENV) $(SGLANG)
+	$(BIN)/python -m pytest -m sglang -rs --timeout 3600 $(TESTS)
 
 # make test-clients CLIENTS="lm-eval langchain" installs and runs some of them.
 test-clients: $(STAMP) ## unchanged clients (lm-eval, langchain, …), by the commands of docs/clients.md; installs about 13 GB, less with a TORCH_INDEX of CPU builds
@@ -230,4 +238,4 @@ train: $(STAMP) ## train the bundled model from scratch
 	$(BIN)/python -m tools.train --out deploy/models/ferry-tiny
 
 clean: ## remove the environment and caches
-	rm -rf $(VENV) .venv-vllm* .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage logs *.egg-info
+	rm -rf $(VENV) .venv-vllm* .venv-sglang* .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage logs *.egg-info

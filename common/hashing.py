@@ -21,6 +21,7 @@ class Purpose(enum.Enum):
     PREFIX_BLOCK = b"kv prefix block"
     PROMPT = b"prompt"
     VLLM_PROMPT = b"vllm prompt"
+    SGLANG_PROMPT = b"sglang prompt"
     # Agents that can use each other's KV.
     LAYOUT = b"kv layout"
     WEIGHTS = b"weights"
@@ -37,6 +38,11 @@ class Purpose(enum.Enum):
     VLLM_TOKENIZER = b"vllm tokenizer"
     VLLM_LAYER = b"vllm layer"
     VLLM_LAYERS = b"vllm layers"
+    SGLANG_WEIGHTS = b"sglang weights"
+    SGLANG_FILES = b"sglang files"
+    SGLANG_CONFIG = b"sglang config"
+    SGLANG_TOKENIZER = b"sglang tokenize"
+    SGLANG_LAYOUT = b"sglang layout"
     # Requests and answers.
     GRAMMAR = b"grammar"
     TOOL_CALL = b"tool call"

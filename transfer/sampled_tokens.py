@@ -14,6 +14,7 @@ from msgspec import Meta
 
 MAX_CHOICES = 128
 MAX_ALTERNATIVES = 20
+MAX_ROW_BYTES = 1 << 18
 
 _Id = Annotated[int, Meta(ge=0, lt=1 << 31)]
 
@@ -32,8 +33,15 @@ class SampledToken(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     top: Annotated[tuple[tuple[_Id, float], ...], Meta(max_length=MAX_ALTERNATIVES)] = ()
 
 
-class SampledTokens(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Token 1 of every choice, in order of their index, and how much of the prompt was cached there."""
+class SampledTokens(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """Token 1 of every choice, in order of their index, and how much of the prompt was cached there.
+
+    `row` is what another engine keeps of them, in its own format. Left out where empty: older readers know
+    none.
+    """
 
     choices: Annotated[tuple[SampledToken, ...], Meta(min_length=1, max_length=MAX_CHOICES)]
     cached_tokens: Annotated[int, Meta(ge=0)] = 0
+    row: Annotated[bytes, Meta(max_length=MAX_ROW_BYTES)] = b""

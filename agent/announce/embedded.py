@@ -32,9 +32,14 @@ log = logging.getLogger(__name__)
 class EngineLoad(Protocol):
     """What is reported of an engine's work, as the connector's scheduler side counts it."""
 
-    requests: int
-    running: int
-    steps: int
+    @property
+    def requests(self) -> int: ...
+
+    @property
+    def running(self) -> int: ...
+
+    @property
+    def steps(self) -> int: ...
 
     @property
     def leased_blocks(self) -> int: ...
@@ -54,6 +59,7 @@ class Server:
         address: URL of its API; `host`: at which other engines reach its plane.
         api: Host and port at which this process finds the API.
         host_id, dp_rank: As in `Register`.
+        control: As in `Register`; the plane's control channel when not given.
     """
 
     dialect: str
@@ -74,6 +80,7 @@ class Server:
     host_id: str
     name: str = ""
     dp_rank: int | None = None
+    control: str = ""
 
 
 class Announcement:
@@ -169,7 +176,7 @@ class Announcement:
             incarnation=server.incarnation,
             index=index,
             address=server.address,
-            control=f"tcp://{host_port(server.host, plane.control_port)}",
+            control=server.control or f"tcp://{host_port(server.host, plane.control_port)}",
             dialect=server.dialect,
             name=server.name,
             model=server.model,

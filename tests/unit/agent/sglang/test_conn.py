@@ -1,0 +1,394 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The classes that SGLang makes of our backend, called in the order in which its schedulers call them."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvferry.agent.plugin.plane_thread import Event, LeaseRefused
+from kvferry.agent.sglang.rooms import Rooms
+from kvferry.transfer.events import LeaseEnded, PullDone, PullFailed, PullQuiescent
+from kvferry.transfer.plane import BlockRun, RemotePrompt
+from kvferry.transfer.sampled_tokens import SampledTokens
+from tests.standins.sglang_scheduler import PAGE_SIZE, Decode, Mode, Prefill, Request, modules, until
+
+IDS = list(range(7))
+NUM_PAGES = 8
+ROWS = 4
+ITEM = 64
+
+
+class Memory:
+    """SGLang's `KVArgs` over arrays: two layers' K and V, and two buffers of metadata."""
+
+    def __init__(self) -> None:
+        self.pages = np.zeros((4, NUM_PAGES + 1, ITEM), dtype=np.uint8)
+        self.tokens = np.zeros((ROWS, 16), dtype=np.int32)
+        self.rooms = np.zeros((ROWS, 8), dtype=np.uint64)
+        self.kv_data_ptrs = [each.ctypes.data for each in self.pages]
+        self.kv_data_lens = [each.nbytes for each in self.pages]
+        self.kv_item_lens = [ITEM] * 4
+        self.kv_layer_ids = [0, 1, 0, 1]
+        self.kv_cache_dtype_str, self.kv_layout, self.page_size, self.gpu_id = "auto", None, PAGE_SIZE, 0
+        self.aux_data_ptrs = [self.tokens.ctypes.data, self.rooms.ctypes.data]
+        self.aux_item_lens = [self.tokens[0].nbytes, self.rooms[0].nbytes]
+        self.state_types: list[str] = []
+
+    def set_row(self, index: int, room: int, token: int) -> None:
+        self.tokens[index, 0], self.rooms[index, 0] = token, room
+
+    def row(self, index: int) -> tuple[int, int]:
+        return int(self.rooms[index, 0]), int(self.tokens[index, 0])
+
+
+@dataclass
+class Plane:
+    """One that does what a test says. `leases` and `reads` are pages by room."""
+
+    leases: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    rows: dict[str, SampledTokens] = field(default_factory=dict)
+    reads: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    held: list[str] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)
+    used: set[str] = field(default_factory=set)
+    events: list[Event] = field(default_factory=list)
+
+    @property
+    def pages_in_use(self) -> set[int]:
+        return {page for pages in (*self.leases.values(), *self.reads.values()) for page in pages}
+
+    def register_lease(
+        self,
+        transfer_id: str,
+        runs: Sequence[BlockRun],
+        num_tokens: int,
+        ids_hash: str,
+        limit_s: float,
+        first_tokens: SampledTokens | None = None,
+    ) -> None:
+        if transfer_id in self.used:
+            self.events.append(LeaseRefused(transfer_id=transfer_id))
+            return
+        assert first_tokens is not None
+        self.used.add(transfer_id)
+        self.leases[transfer_id], self.rows[transfer_id] = runs[0].ids, first_tokens
+
+    def withdraw(self, transfer_id: str) -> None:
+        self.leases.pop(transfer_id, None)
+
+    def hold(self, transfer_id: str, remote: RemotePrompt, timeout_s: float) -> None:
+        self.held.append(transfer_id)
+
+    def pull(
+        self,
+        transfer_id: str,
+        remote: RemotePrompt,
+        runs: Sequence[BlockRun],
+        timeout_s: float,
+        ids_hash: str,
+        fill_s: float = 0.0,
+    ) -> None:
+        assert transfer_id not in self.reads
+        self.reads[transfer_id] = runs[0].ids
+
+    def cancel(self, transfer_id: str) -> None:
+        self.cancelled.append(transfer_id)
+
+    def take_events(self) -> list[Event]:
+        events, self.events = self.events, []
+        return events
+
+    def end_lease(self, room: int, cause: Any) -> None:
+        del self.leases[str(room)]
+        self.events.append(LeaseEnded(transfer_id=str(room), cause=cause))
+
+    def prove(self, room: int, first_tokens: SampledTokens) -> None:
+        del self.reads[str(room)]
+        done = PullDone(
+            transfer_id=str(room),
+            backend="tcp",
+            nbytes=1,
+            descriptors=1,
+            wait_s=0,
+            pull_s=0,
+            first_tokens=first_tokens,
+        )
+        self.events.append(done)
+
+    def fail(self, room: int, reason: str, *, quiescent: bool = True) -> None:
+        if quiescent:
+            del self.reads[str(room)]
+        self.events.append(PullFailed(transfer_id=str(room), reason=reason, quiescent=quiescent))
+
+    def settle(self, room: int) -> None:
+        del self.reads[str(room)]
+        self.events.append(PullQuiescent(transfer_id=str(room)))
+
+
+@dataclass
+class Pair:
+    """Both schedulers, of so many ranks each, and their ranks' planes."""
+
+    prefill: Prefill
+    decode: Decode
+
+    def send(self, room: int) -> tuple[Request, Request]:
+        """A request that is computed, and that is being read."""
+        requests = self.prefill.add(room, IDS), self.decode.add(room, IDS)
+        self.prefill.step()
+        self.decode.step()
+        return requests
+
+    def prove(self, room: int, *ranks: int) -> None:
+        for rank in ranks:
+            self.decode.planes[rank].prove(room, self.prefill.planes[rank].rows[str(room)])
+            self.prefill.planes[rank].end_lease(room, "released")
+
+    def step(self) -> None:
+        self.prefill.step()
+        self.decode.step()
+
+    def assert_nothing_is_left(self) -> None:
+        for scheduler in (self.prefill, self.decode):
+            assert len(scheduler.free) == NUM_PAGES
+            assert [manager.request_status for manager in scheduler.managers] == [{}] * len(
+                scheduler.managers
+            )
+            assert [manager.load.transfers for manager in scheduler.managers] == [0] * len(scheduler.managers)
+
+
+@pytest.fixture
+def conn(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    for name, module in modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "kvferry.agent.sglang.conn", raising=False)
+    yield importlib.import_module("kvferry.agent.sglang.conn")
+    sys.modules.pop("kvferry.agent.sglang.conn")
+
+
+@pytest.fixture
+def make_pair(conn: Any) -> Callable[[int], Pair]:
+    def scheduler(kind: Any, mode: Mode, tp_size: int, table: list[Any]) -> Any:
+        managers, planes = [], [Plane() for _ in range(tp_size)]
+        for rank, plane in enumerate(planes):
+            args = SimpleNamespace(
+                rank=rank,
+                tp_size=tp_size,
+                disaggregation_bootstrap_port=1,
+                bootstrap_table=table,
+                model_path="m",
+            )
+            manager = conn.KvferryManager(Memory(), mode, args)
+            manager.plane = plane
+            manager.rooms = Rooms(plane, lease_limit_s=9, pull_timeout_s=9, fill_s=9, hold_timeout_s=9)
+            manager.load = SimpleNamespace(transfers=0)
+            managers.append(manager)
+        return kind(managers, planes, conn.CLASSES, NUM_PAGES)
+
+    def make(tp_size: int) -> Pair:
+        table = [
+            {"rank_ip": f"127.0.0.1#{rank}", "rank_port": 1, "is_dummy": False} for rank in range(tp_size)
+        ]
+        return Pair(
+            scheduler(Prefill, Mode.PREFILL, tp_size, table), scheduler(Decode, Mode.DECODE, tp_size, table)
+        )
+
+    return make
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_a_prompt_is_lent_read_and_decoded_once_every_rank_has_proof(
+    make_pair: Callable[[int], Pair], tp_size: int
+) -> None:
+    pair = make_pair(tp_size)
+    lent, fetched = pair.send(5)
+    assert pair.decode.planes[0].held == ["5"]
+    pair.prove(5, 0)
+    pair.step()
+    assert (lent.is_done, fetched.is_done) == (tp_size == 1, tp_size == 1)
+    pair.prove(5, *range(1, tp_size))
+    pair.step()
+    assert (lent.is_done, fetched.is_done) == (True, True)
+    pair.assert_nothing_is_left()
+
+
+def test_a_lease_that_expired_fails_the_prefill_and_frees_its_pages(make_pair: Callable[[int], Pair]) -> None:
+    pair = make_pair(2)
+    lent, _ = pair.send(5)
+    pair.prefill.planes[1].end_lease(5, "expired")
+    pair.step()
+    assert lent.error == "the lease expired"
+    assert len(pair.prefill.free) == NUM_PAGES
+    assert pair.prefill.planes[0].leases == {}, "the other rank's lease is over before the pages are free"
+
+
+def test_an_abort_ends_the_lease_before_the_pages_are_free(make_pair: Callable[[int], Pair]) -> None:
+    pair = make_pair(1)
+    lent, _ = pair.send(5)
+    pair.prefill.retire(lent)
+    assert len(pair.prefill.free) == NUM_PAGES
+    lent, _ = pair.send(6)
+    pair.prefill.abort(lent)
+    pair.prefill.step()
+    assert (lent.error, len(pair.prefill.free)) == ("Aborted by AbortReq.", NUM_PAGES)
+
+
+def test_a_room_that_is_used_twice_fails_the_second_and_the_first_keeps_its_pages(
+    make_pair: Callable[[int], Pair],
+) -> None:
+    pair = make_pair(1)
+    first, _ = pair.send(5)
+    second = pair.prefill.add(5, IDS)
+    pair.prefill.step()
+    pair.prefill.step()
+    assert second.error is not None
+    assert not second.is_done
+    assert not first.is_done
+    pair.prefill.step()
+    assert len(pair.prefill.free) == NUM_PAGES
+
+
+def test_a_room_that_was_used_before_is_refused(make_pair: Callable[[int], Pair]) -> None:
+    pair = make_pair(1)
+    pair.send(5)
+    pair.prove(5, 0)
+    pair.step()
+    again = pair.prefill.add(5, IDS)
+    pair.prefill.step()
+    pair.prefill.step()
+    assert again.error == "the room is in use, or was used before"
+    pair.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("reason", ["lease_expired", "invalid"])
+def test_pages_of_a_failed_read_are_free_once_nothing_writes_to_them(
+    make_pair: Callable[[int], Pair], reason: str
+) -> None:
+    pair = make_pair(2)
+    _, fetched = pair.send(5)
+    pair.decode.planes[0].fail(5, reason, quiescent=False)
+    pair.decode.step()
+    assert fetched.error is None, "it may still be written to"
+    pair.decode.planes[0].settle(5)
+    pair.decode.step()
+    assert fetched.error == reason
+    assert pair.decode.planes[1].cancelled, "the other rank reads for nothing"
+    assert len(pair.decode.free) < NUM_PAGES, "the other rank still reads"
+    pair.decode.planes[1].fail(5, "cancelled")
+    pair.decode.step()
+    assert len(pair.decode.free) == NUM_PAGES
+
+
+def test_what_is_proven_after_an_abort_is_not_decoded(make_pair: Callable[[int], Pair]) -> None:
+    pair = make_pair(1)
+    _, fetched = pair.send(5)
+    pair.decode.abort(fetched)
+    assert pair.decode.planes[0].cancelled == ["5"]
+    pair.decode.step()
+    assert fetched.error is None
+    pair.prove(5, 0)
+    pair.step()
+    pair.step()
+    assert (fetched.is_done, fetched.error) == (False, "Aborted by AbortReq.")
+    pair.assert_nothing_is_left()
+
+
+def test_a_prompt_that_waits_for_pages_is_held_and_its_abort_gives_it_up(
+    make_pair: Callable[[int], Pair],
+) -> None:
+    pair = make_pair(1)
+    pair.send(5)
+    pair.send(6)
+    waiting = pair.decode.add(7, IDS)
+    pair.decode.step()
+    assert pair.decode.planes[0].held == ["5", "6", "7"]
+    pair.decode.abort(waiting)
+    pair.decode.step()
+    assert pair.decode.planes[0].cancelled == ["7"]
+    assert waiting.error == "Aborted by AbortReq."
+
+
+def test_a_prompt_for_which_there_are_never_pages_fails(make_pair: Callable[[int], Pair]) -> None:
+    """SGLang sets no limit for it."""
+    pair = make_pair(1)
+    now = [0.0]
+    pair.decode.managers[0].rooms._clock = lambda: now[0]
+    waiting = pair.decode.add(7, list(range(100)))
+    now[0] = 8.0
+    pair.decode.step()
+    assert waiting.error is None
+    now[0] = 10.0
+    pair.decode.step()
+    assert waiting.error == "no pages for it within 9 s"
+    assert pair.decode.planes[0].cancelled == ["7"]
+    pair.assert_nothing_is_left()
+
+
+def test_a_producer_that_is_another_now_is_looked_up_again(make_pair: Callable[[int], Pair]) -> None:
+    pair = make_pair(1)
+    _, fetched = pair.send(5)
+    pair.decode.planes[0].fail(5, "incarnation")
+    pair.decode.step()
+    manager = pair.decode.managers[0]
+    assert (manager.prefill_info_table, fetched.ends[0].bootstrap_infos) == ({}, [])
+
+
+def test_a_read_that_brings_no_metadata_fails(make_pair: Callable[[int], Pair]) -> None:
+    pair = make_pair(1)
+    _, fetched = pair.send(5)
+    plain = pair.prefill.planes[0].rows["5"]
+    pair.decode.planes[0].prove(5, SampledTokens(choices=plain.choices))
+    pair.decode.step()
+    assert fetched.error == "the producer sent no metadata"
+
+
+def test_two_servers_move_pages_and_metadata(conn: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With planes of their own, over tcp."""
+    model = SimpleNamespace(
+        hf_text_config=SimpleNamespace(to_dict=dict), quantization=None, dtype="float32", model_path="m",
+        revision=None, context_len=64,
+    )  # fmt: skip
+    table: list[Any] = []
+    monkeypatch.setenv("KVFERRY_TRANSFER", "tcp")
+    schedulers = []
+    for kind, mode in ((Prefill, Mode.PREFILL), (Decode, Mode.DECODE)):
+        args = SimpleNamespace(
+            rank=0, tp_size=1, disaggregation_bootstrap_port=1, bootstrap_table=table, model_path="m",
+            host="127.0.0.1", port=1, device="cpu", load_format="auto", random_seed=1,
+        )  # fmt: skip
+        manager = conn.KvferryManager(Memory(), mode, args)
+        manager.open_plane(SimpleNamespace(model_config=model))
+        schedulers.append((manager, kind))
+    try:
+        move(schedulers[0], schedulers[1], conn)
+    finally:
+        for manager, _ in schedulers:
+            manager.plane.close()
+            manager._worker.close()
+
+
+def move(lender: Any, reader: Any, conn: Any) -> None:
+    prefill, decode = (
+        kind([manager], [Plane()], conn.CLASSES, NUM_PAGES) for manager, kind in (lender, reader)
+    )
+    source, target = lender[0].kv_args.pages, reader[0].kv_args.pages
+    source[:] = np.random.default_rng(1).integers(1, 255, source.shape)
+    lent, fetched = prefill.add(5, IDS), decode.add(5, IDS)
+    prefill.step()
+    decode.step()
+    pages = list(lent.pages), list(fetched.pages)
+    until(lambda: lent.is_done and fetched.is_done, prefill.step, decode.step)
+    assert np.array_equal(source[:, pages[0]], target[:, pages[1]])
+    assert not target[:, sorted(decode.free - set(pages[1]))].any(), "only its own pages are written to"
+
+    other = prefill.add(6, IDS), decode.add(6, [*IDS[:-1], 99])
+    until(lambda: other[1].error, prefill.step, decode.step)
+    assert "mismatch" in str(other[1].error), "another prompt of the same length"
