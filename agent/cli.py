@@ -41,7 +41,7 @@ _DESCRIPTION = (
     "Run a model, serve it over HTTP, and announce it to proxies. "
     "With --attach URL, announce a running server of another engine instead: "
     "kvferry agent --attach URL --help lists the options of that. "
-    "With --engine vllm, start a vLLM server with kvferry's transfer plane inside: "
+    "With --engine vllm or --engine sglang, start such a server with kvferry's transfer plane inside: "
     "kvferry agent --engine vllm --help lists the options of that."
 )
 _SELF_CHECK_TIMEOUT_S = 1800.0

@@ -54,8 +54,8 @@ INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
 NEED_AGENT = frozenset({"agent", "doctor", "serve", "up"})
 """Commands that run what the extra `agent` brings."""
-VLLM_ENGINE = "kvferry.agent.vllm.launch:main"
-"""`kvferry agent --engine vllm`: starts a vLLM server with our connector."""
+ENGINES = {"vllm": "kvferry.agent.vllm.launch:main", "sglang": "kvferry.agent.sglang.launch:main"}
+"""`kvferry agent --engine vllm` and so on: starts another engine's server with our transfer plane inside."""
 CHOSEN_ENGINE = "kvferry.agent.vllm.launch:with_chosen_engine"
 """`kvferry agent --engine auto`: returns the words with one of the engines in its place."""
 SIDECAR = "kvferry.agent.announce.attach:main"
@@ -110,8 +110,8 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         case ["agent", *rest] if any(word.partition("=")[0] == "--attach" for word in rest):
             return _run(SIDECAR, rest)
-        case ["agent", *rest] if take_option(rest, "--engine")[0] == "vllm":
-            return _run(VLLM_ENGINE, rest)
+        case ["agent", *rest] if (engine := take_option(rest, "--engine")[0]) in ENGINES:
+            return _run(ENGINES[engine], rest)
         case ["agent", *rest] if take_option(rest, "--engine")[0] == "auto" and not _asks_for_help(rest):
             return main(["agent", *_named(CHOSEN_ENGINE)(rest)])
         case [name, *rest] if name in NEED_AGENT and not _asks_for_help(rest) and missing_of("agent"):

@@ -39,8 +39,11 @@ PARSERS = {
     "completion": "kvferry.deploy.completion:build_parser",
 }
 SIDECAR = "kvferry.agent.announce.attach:SidecarConfig"
-VLLM = "kvferry.agent.vllm.launch:VllmEngineConfig"
-"""What has the flags of agents with `--attach`, and with `--engine vllm`."""
+ENGINES = {
+    "vllm": "kvferry.agent.vllm.launch:VllmEngineConfig",
+    "sglang": "kvferry.agent.sglang.launch:SglangEngineConfig",
+}
+"""What has the flags of agents with `--attach`, and with `--engine`."""
 
 
 def build_parser() -> CommandParser:
@@ -96,7 +99,7 @@ def parser_of(command: str, words: Sequence[str]) -> argparse.ArgumentParser:
 
 def _flags_of(command: str, words: Sequence[str]) -> Mapping[str, tuple[str, ...]]:
     flags = {"--config": ()} | flag_values(_named(SETTINGS[command]))
-    agent = VLLM if take_option(words, "--engine")[0] == "vllm" else SETTINGS["agent"]
+    agent = ENGINES.get(take_option(words, "--engine")[0] or "", SETTINGS["agent"])
     if command == "agent":
         if any(word.partition("=")[0] == "--attach" for word in words):
             return flag_values(_named(SIDECAR)) | {"--config": ()}

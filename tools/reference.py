@@ -21,6 +21,7 @@ from kvferry.agent.announce.attach import SidecarConfig
 from kvferry.agent.api.metrics import VLLM_NAMES, AgentMetrics
 from kvferry.agent.config import AgentConfig
 from kvferry.agent.messages.requests import Stats
+from kvferry.agent.sglang.launch import SglangEngineConfig
 from kvferry.agent.vllm.launch import VllmEngineConfig
 from kvferry.common.options import options_of
 from kvferry.deploy import canary, completion, drain, keygen, status
@@ -57,6 +58,10 @@ SETTINGS: dict[str, tuple[type[Any], str]] = {
     "kvferry agent --engine vllm": (
         VllmEngineConfig,
         "Starts a vLLM server with our connector; what follows `--` is for vLLM.",
+    ),
+    "kvferry agent --engine sglang": (
+        SglangEngineConfig,
+        "Starts an SGLang server with our transfer plane inside; what follows `--` is for SGLang.",
     ),
     "kvferry bench": (BenchConfig, "[How it measures](../bench.md)."),
     "kvferry plan": (PlanConfig, "[How to use it](../deploy/sizing.md#splits)."),
