@@ -30,7 +30,8 @@ async def test_a_right_pair_is_not_suspected(name: str, models: Path, tmp_path: 
             assert response.status == 200, report
             verdicts[report["verdict"]] += 1
             largest = max(largest, report["difference"] or 0.0)
-            assert report["verdict"] in ("same", "learning"), report
+            if report["verdict"] not in ("same", "learning"):
+                print(report, flush=True)
         await stack.settled()
         moved = await stack.decode.sample(stack.http, TRANSFERS)
         recomputed = await stack.decode.sample(stack.http, RECOMPUTED)
@@ -38,5 +39,6 @@ async def test_a_right_pair_is_not_suspected(name: str, models: Path, tmp_path: 
         f"{name}: {dict(verdicts)}, {largest=:.3g}, {report['tolerance']=:.3g}, {moved:g} transfers",
         flush=True,
     )
+    assert set(verdicts) <= {"same", "learning"}
     assert moved > 0.9 * PROBES, "the pair's answers used KV that was moved"
     assert recomputed == 0
