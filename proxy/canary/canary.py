@@ -15,14 +15,16 @@ import logging
 import math
 import time
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
 import msgspec
 
 from kvferry.proxy.canary.comparison import (
+    FLOOR,
     NUM_LOGPROBS,
+    ROUGH_FLOOR,
     BadAnswer,
     Comparison,
     GreedyAnswer,
@@ -62,7 +64,7 @@ FREE_TOKENS = 100_000
 @dataclass(slots=True)
 class _OfModel:
     prompts: Prompts
-    tolerance: Tolerance = field(default_factory=Tolerance)
+    tolerance: Tolerance
     probes: int = 0
 
 
@@ -177,7 +179,9 @@ class Canary:
     def _begin(self, prefill: Register, decode: Register, pair: PinnedPair) -> _Probe:
         of_model = self._models.get(prefill.model)
         if of_model is None:
-            of_model = self._models[prefill.model] = _OfModel(Prompts(Random(self._rng.random())))
+            floor = FLOOR if decode.geometry.get("dtype") == "float32" else ROUGH_FLOOR
+            prompts = Prompts(Random(self._rng.random()))
+            of_model = self._models[prefill.model] = _OfModel(prompts, Tolerance(floor))
         record = self._records.get(pair)
         if record is None:
             names = (info.name or info.location for info in (prefill, decode))

@@ -20,7 +20,9 @@ NUM_LOGPROBS = 5
 """Alternatives that are requested for each token: where two tokens are nearly as likely, each server has
 the other's choice among its own alternatives."""
 FLOOR = 1e-3
-"""The least tolerance, in nats."""
+"""The least tolerance where KV has 32 bits, in nats."""
+ROUGH_FLOOR = 0.05
+"""And where it has fewer, or nobody says: of 16 bits, a logit of 8 is rounded to 1/32."""
 FACTOR = 4.0
 """The tolerance is this times the largest difference that one server has shown against itself."""
 MAX_TOLERANCE = 0.5
@@ -140,10 +142,11 @@ class Tolerance:
 
     Batches of other shapes, and prefixes that were cached, change the order of sums. So a server that is
     sent the same prompt twice, the second time with its beginning cached, differs from itself by about as
-    much as another server may.
+    much as another server may. Few prompts show that, so there is a least tolerance, `floor`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, floor: float) -> None:
+        self._floor = floor
         self._seen: deque[float] = deque(maxlen=MAX_LEARNT)
 
     @property
@@ -154,7 +157,7 @@ class Tolerance:
     @property
     def value(self) -> float:
         """In nats."""
-        return min(MAX_TOLERANCE, max(FLOOR, FACTOR * max(self._seen, default=0.0)))
+        return min(MAX_TOLERANCE, max(self._floor, FACTOR * max(self._seen, default=0.0)))
 
     def learn(self, comparison: Comparison) -> None:
         """Note how a server differed from itself. What exceeds every tolerance teaches nothing."""

@@ -34,6 +34,7 @@ INTERNAL = {
     "proxy/canary/comparison.py::MAX_TOLERANCE": "the canary's own probes",
     "proxy/canary/prompts.py::MAX_PROMPT_TOKENS": "the canary's own probes",
     "proxy/canary/prompts.py::MAX_REMEMBERED": "the canary's own probes",
+    "proxy/fleet/routing/costs.py::MAX_SHARE": "the model of costs",
     "proxy/exchange/exchange.py::MAX_SAVED": "the retry budget",
     "proxy/fleet/admission.py::MAX_RETRY_AFTER_S": "what clients are advised",
     "proxy/fleet/circuit_breaker.py::MAX_PAUSE_S": "the pauses of a circuit breaker",

@@ -80,18 +80,18 @@ def _shift(module: Any, arguments: Any, words: dict[str, Any]) -> tuple[Any, dic
 
 
 def _blocks(chunk: Chunk, pool: torch.Tensor) -> list[int]:
-    """Where this chunk was written. The pool's shape: blocks, layers, 2, heads, tokens, width."""
+    """Where this chunk was written. The pool's shape: `KVGeometry.pool_shape`."""
     size = pool.shape[4]
     return list(chunk.blocks[chunk.start // size : -(-(chunk.start + len(chunk.token_ids)) // size)])
 
 
 def _zero_layer(pool: torch.Tensor, chunk: Chunk) -> None:
-    pool[_blocks(chunk, pool), 1] = 0
+    pool[_blocks(chunk, pool), :, 1] = 0
 
 
 def _swap_kv(pool: torch.Tensor, chunk: Chunk) -> None:
     for block in _blocks(chunk, pool):
-        pool[block, :, :, 0] = pool[block, :, :, 0].flip(1)
+        pool[block, 0] = pool[block, 0].flip(1)
 
 
 def _unwritten(pool: torch.Tensor, chunk: Chunk) -> None:

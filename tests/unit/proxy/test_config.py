@@ -38,6 +38,8 @@ def test_the_flags_are_these() -> None:
         "decode_only_fallback",
         "stream_pull_min_tokens",
         "prefix_pull_min_tokens",
+        "canary_interval_s",
+        "canary_max_share",
         "prefill_limit",
         "decode_limit",
         "queue_limit",

@@ -106,7 +106,7 @@ def test_what_is_no_answer_is_said_to_be_none(bad: bytes) -> None:
 
 
 def test_the_tolerance_is_learnt_and_bounded() -> None:
-    tolerance = Tolerance()
+    tolerance = Tolerance(FLOOR)
     assert (tolerance.value, tolerance.num_learnt) == (FLOOR, 0)
     tolerance.learn(Comparison(compared=1, largest=0.01))
     tolerance.learn(Comparison(compared=1, largest=0.002, gap=0.02))
@@ -117,6 +117,6 @@ def test_the_tolerance_is_learnt_and_bounded() -> None:
 
 def test_a_server_that_disagrees_with_itself_teaches_nothing() -> None:
     """Else one broken answer of the reference would excuse every other one."""
-    tolerance = Tolerance()
+    tolerance = Tolerance(FLOOR)
     tolerance.learn(Comparison(compared=1, largest=0.0, gap=math.inf))
     assert (tolerance.value, tolerance.num_learnt) == (FLOOR, 0)
