@@ -45,15 +45,25 @@ from kvferry.proxy.request import parse_request
 from kvferry.proxy.telemetry.history import FailureLog
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.telemetry.request_log import RequestLog, Timelines
-from kvferry.proxy.wire.dialects import serves_alone
+from kvferry.proxy.wire.dialects import (
+    VLLM_KVFERRY,
+    VLLM_MOONCAKE,
+    VLLM_MORIIO,
+    VLLM_NIXL,
+    serves_alone,
+)
 from kvferry.proxy.wire.registration import Incarnation, Register
 
 logger = logging.getLogger(__name__)
 
+_WITH_TOKEN_NAMES = frozenset({VLLM_KVFERRY, VLLM_MOONCAKE, VLLM_MORIIO, VLLM_NIXL})
+
 OUTPUT_TOKENS = 16
 PROBE_TIMEOUT_S = 60.0
 QUEUE_TIMEOUT_S = 5.0
-LEARN_FIRST = 3
+PART = OUTPUT_TOKENS // 2
+"""Tokens of an answer that a server computes as part of the prompt, to be compared with itself."""
+LEARN_FIRST = 4
 """Comparisons of a server with itself before the first one of a pair counts."""
 LEARN_EVERY = 16
 """Probes of a model between two of those later."""
@@ -200,12 +210,15 @@ class Canary:
         of_model.probes += 1
         is_learning = tolerance.num_learnt < LEARN_FIRST
         if is_learning or of_model.probes % LEARN_EVERY == 0:
-            tolerance.learn(compare(reference, await self._complete(probe, own_salt, alone)))
+            tolerance.learn(await self._compare_with_itself(probe, reference, own_salt))
         probe.comparison = compare(reference, await self._complete(probe, probe.salt, pair))
         record.last = _explained(probe.comparison, tolerance.value)
         if is_learning:
             return probe.report("learning", record.last)
         is_same = probe.comparison.worst <= tolerance.value
+        if not is_same:  # with this prompt it may differ from itself by as much
+            tolerance.learn(await self._compare_with_itself(probe, reference, own_salt))
+            is_same = probe.comparison.worst <= tolerance.value
         if not is_same:
             words = "canary: %s answered %d tokens of prompt otherwise than its decode agent alone: %s"
             logger.warning(words, record.name, reference.prompt_tokens, record.last)
@@ -214,17 +227,38 @@ class Canary:
             self._registry.keep_apart(pair.prefill, pair.decode, is_out, record.last)
         return probe.report("same" if is_same else "different", record.last)
 
-    async def _complete(self, probe: _Probe, salt: str, pair: PinnedPair) -> GreedyAnswer:
-        """Raises `ProxyError` and `BadAnswer`."""
+    async def _compare_with_itself(self, probe: _Probe, reference: GreedyAnswer, salt: str) -> Comparison:
+        """Have the decode server compute the first part of its answer anew, as part of the prompt; if it does
+        not give ids, all of the prompt but what it has cached.
+        """
+        alone = PinnedPair(probe.pair.decode, probe.pair.decode)
+        ids = (*reference.prompt_ids, *reference.ids[:PART])
+        if not reference.prompt_ids or not reference.ids:
+            return compare(reference, await self._complete(probe, salt, alone))
+        again = await self._complete(probe, f"{salt}-part", alone, ids, OUTPUT_TOKENS - PART)
+        return compare(reference.after(PART), again)
+
+    async def _complete(
+        self,
+        probe: _Probe,
+        salt: str,
+        pair: PinnedPair,
+        prompt_ids: tuple[int, ...] | None = None,
+        max_tokens: int = OUTPUT_TOKENS,
+    ) -> GreedyAnswer:
+        """Answer the probe's prompt, or one of these token ids. Raises `ProxyError` and `BadAnswer`."""
         body: dict[str, Any] = {
             "model": probe.decode.model,
-            "prompt": probe.prompt,
-            "max_tokens": OUTPUT_TOKENS,
+            "prompt": probe.prompt if prompt_ids is None else prompt_ids,
+            "max_tokens": max_tokens,
             "temperature": 0,
             "logprobs": NUM_LOGPROBS,
             "ignore_eos": True,
             "cache_salt": salt,
+            "return_token_ids": True,
         }
+        if probe.decode.dialect in _WITH_TOKEN_NAMES:
+            body["return_tokens_as_token_ids"] = True  # several tokens may have one text
         request = parse_request("completions", msgspec.json.encode(body))
         log = RequestLog("completions", request_id_from(None), *self._unshown)
         ids = new_identity("completions", log.request_id, None, None)

@@ -21,8 +21,8 @@ NUM_LOGPROBS = 5
 the other's choice among its own alternatives."""
 FLOOR = 1e-3
 """The least tolerance where KV has 32 bits, in nats."""
-ROUGH_FLOOR = 0.05
-"""And where it has fewer, or nobody says: of 16 bits, a logit of 8 is rounded to 1/32."""
+ROUGH_FLOOR = 0.125
+"""And where it has fewer, or the server does not say: of 16 bits, a logit of 8 is rounded to 1/32."""
 FACTOR = 4.0
 """The tolerance is this times the largest difference that one server has shown against itself."""
 MAX_TOLERANCE = 0.5
@@ -35,9 +35,14 @@ class BadAnswer(ValueError):
 
 
 class GreedyAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """One greedy completion: its tokens' texts, their logprobs in nats, and what else was likely there."""
+    """One greedy completion: its tokens, their logprobs in nats, and what else was likely there.
+
+    `tokens`: as the server names them, by text or by id. `ids` and `prompt_ids`: empty if it does not say.
+    """
 
     tokens: tuple[str, ...]
+    ids: tuple[int, ...] = ()
+    prompt_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...]
     alternatives: tuple[Mapping[str, float], ...]
     prompt_tokens: int
@@ -46,6 +51,16 @@ class GreedyAnswer(msgspec.Struct, frozen=True, kw_only=True):
     def num_tokens(self) -> int:
         """What it cost, prompt included."""
         return self.prompt_tokens + len(self.tokens)
+
+    def after(self, count: int) -> GreedyAnswer:
+        """Return what follows the first `count` tokens."""
+        return msgspec.structs.replace(
+            self,
+            tokens=self.tokens[count:],
+            logprobs=self.logprobs[count:],
+            alternatives=self.alternatives[count:],
+            ids=self.ids[count:],
+        )
 
 
 class _Logprobs(msgspec.Struct):
@@ -56,6 +71,8 @@ class _Logprobs(msgspec.Struct):
 
 class _ChoiceLogprobs(msgspec.Struct):
     logprobs: _Logprobs
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class _PromptUsage(msgspec.Struct):
@@ -76,12 +93,15 @@ def read_answer(body: bytes) -> GreedyAnswer:
         completion = _COMPLETION.decode(body)
     except NOT_JSON as error:
         raise BadAnswer(f"not a completion with logprobs: {error}") from error
-    found = completion.choices[0].logprobs
+    [choice] = completion.choices
+    found = choice.logprobs
     tops = found.top_logprobs if found.top_logprobs is not None else [None] * len(found.tokens)
     if not len(found.tokens) == len(found.token_logprobs) == len(tops):
         raise BadAnswer("its tokens and logprobs differ in number")
     return GreedyAnswer(
         tokens=tuple(found.tokens),
+        ids=tuple(choice.token_ids or ()),
+        prompt_ids=tuple(choice.prompt_token_ids or ()),
         logprobs=tuple(map(_number, found.token_logprobs)),
         alternatives=tuple({name: _number(each) for name, each in (top or {}).items()} for top in tops),
         prompt_tokens=0 if completion.usage is None else completion.usage.prompt_tokens,
@@ -140,9 +160,9 @@ def _lead(answer: GreedyAnswer, at: int, other: str) -> float:
 class Tolerance:
     """What rounding may change at the servers of one model, as learnt from one server against itself.
 
-    Batches of other shapes, and prefixes that were cached, change the order of sums. So a server that is
-    sent the same prompt twice, the second time with its beginning cached, differs from itself by about as
-    much as another server may. Few prompts show that, so there is a least tolerance, `floor`.
+    Batches of other shapes change the order of sums. So a server that computes the beginning of an answer as
+    part of the prompt, where it was decoded before, differs from itself by about as much as another server
+    may. Few prompts show that, so there is a least tolerance, `floor`.
     """
 
     def __init__(self, floor: float) -> None:

@@ -120,3 +120,9 @@ def test_a_server_that_disagrees_with_itself_teaches_nothing() -> None:
     tolerance = Tolerance(FLOOR)
     tolerance.learn(Comparison(compared=1, largest=0.0, gap=math.inf))
     assert (tolerance.value, tolerance.num_learnt) == (FLOOR, 0)
+
+
+def test_the_second_half_of_an_answer_can_be_compared_alone() -> None:
+    ours = answer(("a", -0.1), ("b", -0.2), ("c", -0.3), others={2: {"d": -0.31}})
+    assert ours.after(2) == answer(("c", -0.3), others={0: {"d": -0.31}})
+    assert compare(ours.after(2), answer(("d", -0.3), others={0: {"c": -0.305}})).worst < 0.02
