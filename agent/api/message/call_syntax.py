@@ -335,8 +335,12 @@ def call_piece(text: str) -> CallPiece | None:
 
 
 def is_json_object(text: str) -> bool:
-    """Whether a text is a JSON object, as arguments must be."""
-    return _members(text) is not None
+    """Whether a text is a JSON object, as arguments must be: with numbers that clients can read and send back."""
+    try:
+        msgspec.json.decode(text, type=dict[str, Any])
+    except NOT_JSON:
+        return False
+    return True
 
 
 def _members(text: str) -> dict[str, Raw] | None:

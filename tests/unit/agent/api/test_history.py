@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvferry.agent.api.message.message_parser import MessageDelta, MessageFormat, MessageParser
@@ -103,6 +103,7 @@ def test_over_chats(name: str, text: str, finish: str) -> None:
 
 
 @settings(max_examples=300)
+@example(name="llama", text='{"name": "now", "arguments": {"a": 1e999}', finish="stop")
 @answers
 def test_over_messages(name: str, text: str, finish: str) -> None:
     whole, chunks = answer(name, text, finish)
