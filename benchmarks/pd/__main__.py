@@ -115,7 +115,7 @@ class _Load:
             before = None if connector is None else await kv_moved(connector, fleet.servers[1])
             seen = await offer(url, rate, self._options.seconds, vocabulary)
             logged = read_log(fleet.proxy_log, since) if fleet.proxy_log else []
-            self._found[run] = figures = summary(seen, handovers(name, seen, logged))
+            self._found[run] = figures = summary(seen, handovers(system, seen, logged))
             if before is not None and connector is not None:
                 figures["kv"] = (await kv_moved(connector, fleet.servers[1])).since(before)
             print(f"{run}: {json.dumps(figures)}", flush=True)

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.pd.fleet import MODEL
+from benchmarks.pd.fleet import MODEL, System
 from kvferry.deploy.bench.client import Observation, connected_client
 from kvferry.deploy.bench.config import BenchConfig, Level, Target
 from kvferry.deploy.bench.measurement import run_round
@@ -108,12 +108,14 @@ def read_log(proxy_log: Path, since: int) -> list[dict[str, Any]]:
     return [json.loads(line.split(" request ", 1)[1]) for line in lines if ' request {"' in line]
 
 
-def handovers(system: str, seen: Iterable[Seen], logged: Iterable[dict[str, Any]]) -> list[float]:
+def handovers(system: System, seen: Iterable[Seen], logged: Iterable[dict[str, Any]]) -> list[float]:
     """Seconds from each prefill's response to the decode's first token.
 
     With our connector the first event is the prefill's token, passed on when it has answered, and the second
-    the decode's: clients see it. Of other pairs the proxy's log says it.
+    the decode's: clients see it. Of other pairs the proxy's log says it. None where servers also serve alone.
     """
+    if system in ("by-hand", "auto", "auto-both"):
+        return []
     if system.startswith("kvferry"):
         return [one.times[1] - one.times[0] for one in seen if not one.error]
     phases = [each["phases_s"] for each in logged]

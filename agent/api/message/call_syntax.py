@@ -335,7 +335,7 @@ def call_piece(text: str) -> CallPiece | None:
 
 
 def is_json_object(text: str) -> bool:
-    """Whether a text is a JSON object, as arguments must be: with numbers that clients can read and send back."""
+    """Whether a text is a JSON object, as arguments must be, with no number that a double cannot hold."""
     try:
         msgspec.json.decode(text, type=dict[str, Any])
     except NOT_JSON:

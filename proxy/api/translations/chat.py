@@ -132,9 +132,12 @@ class ChatToolCall(msgspec.Struct):
 
 
 def are_arguments(text: str) -> bool:
-    """Whether a text is what a call must have: a JSON object. A call that was cut off has less."""
+    """Whether a text is what a call must have: a JSON object, with no number that a double cannot hold.
+
+    A call that was cut off has less.
+    """
     try:
-        msgspec.json.decode(text, type=dict[str, Raw])
+        msgspec.json.decode(text, type=dict[str, Any])
     except NOT_JSON:
         return False
     return True
