@@ -44,6 +44,8 @@ a proxy. The others use `cuda_ipc`: with `by-hand` the decode server alone serve
 with `auto` the proxy chooses for each request, with `auto-both` of two servers that can do both."""
 _PAIR, _BOTH = ("kv_producer", "kv_consumer"), ("kv_both", "kv_both")
 _EVERY_PROMPT = ("--split-min-tokens", "0")
+_OBJECTIVES = ("--ttft-objective-s", "2", "--tpot-objective-s", "0.015")
+"""What the proxy chooses by: the stricter ones of `load.OBJECTIVES`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,8 +95,8 @@ KINDS: Mapping[System, Kind] = MappingProxyType(
         "kvferry-nixl": Kind("kvferry", "nixl", words=_EVERY_PROMPT),
         "kvferry-tcp": Kind("kvferry", "tcp", words=_EVERY_PROMPT),
         "by-hand": Kind("kvferry", words=("--split-min-tokens", "512")),
-        "auto": Kind("kvferry"),
-        "auto-both": Kind("kvferry", roles=_BOTH),
+        "auto": Kind("kvferry", words=_OBJECTIVES),
+        "auto-both": Kind("kvferry", roles=_BOTH, words=_OBJECTIVES),
         "nixl": Kind("nixl", words=("--dialect", "vllm-nixl", *_EVERY_PROMPT)),
         "together": Kind(None, "tcp", _BOTH, ("--split-min-tokens", "1000000000")),
         "plain": Kind(None),
