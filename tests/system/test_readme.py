@@ -27,12 +27,14 @@ import pytest
 
 from kvferry.agent.announce.attach import SidecarConfig
 from kvferry.agent.cli import parse_config as agent_config
+from kvferry.agent.sglang.launch import SglangEngineConfig
 from kvferry.agent.vllm.launch import VllmEngineConfig
 from kvferry.common.options import collect, parse_flags
-from kvferry.deploy import completion, drain, keygen, status
+from kvferry.deploy import canary, completion, drain, keygen, status
 from kvferry.deploy.bench.config import parse_config as bench_config
 from kvferry.deploy.cli import COMMANDS, main
 from kvferry.deploy.doctor import command as doctor
+from kvferry.deploy.plan.command import PlanConfig
 from kvferry.deploy.ray import down
 from kvferry.deploy.up import PartOptions, UpConfig
 from kvferry.proxy.api.auth import admin_key
@@ -61,6 +63,11 @@ FOREIGN = {
     "--kv-transfer-config",
     "--disable-log-stats",
     "--disaggregation-mode",
+    "--disaggregation-enable-kv-checksum",
+    "--enable-memory-saver",
+    "--disaggregation-bootstrap-port",
+    "--disaggregation-transfer-backend",
+    "--kv-fault",
     "--tokens",
     "--build-arg",
     "--index-url",
@@ -231,7 +238,8 @@ def documented() -> list[tuple[str, str]]:
 def helps() -> dict[str, set[str]]:
     """The options that each command lists in its help."""
     commands = {name: [name] for name in COMMANDS}
-    commands |= {"attach": ["agent", "--attach", "http://127.0.0.1:1"], "vllm": ["agent", "--engine", "vllm"]}
+    commands |= {"attach": ["agent", "--attach", "http://127.0.0.1:1"]}
+    commands |= {engine: ["agent", "--engine", engine] for engine in ("vllm", "sglang")}
     return {
         name: {"--help", *re.findall(r"(?<![\w-])--[a-z][\w-]*", printed_help(words))}
         for name, words in commands.items()
@@ -262,6 +270,8 @@ def test_a_documented_command_is_understood(
         "proxy.key",
         "agents-ca.crt",
         "nodes.yml",
+        "server.yaml",
+        "azure_2023_conv.csv.gz",
     ):
         words = [str(tmp_path / file) if word == file else word for word in words]
         (tmp_path / file).touch()
@@ -274,7 +284,8 @@ def test_a_documented_command_is_understood(
         parse_flags(SidecarConfig, words, prog="kvferry agent", description="")
     elif name == "agent" and "--engine" in words:
         ours = words[: words.index("--")] if "--" in words else words
-        parse_flags(VllmEngineConfig, ours, prog="kvferry agent", description="")
+        config = SglangEngineConfig if "sglang" in ours else VllmEngineConfig
+        parse_flags(config, ours, prog="kvferry agent", description="")
     elif name == "agent":
         agent_config(words)
     elif name in ("up", "serve"):
@@ -283,8 +294,11 @@ def test_a_documented_command_is_understood(
         collect(UpConfig, parts.own, prog=f"kvferry {name}")
     elif name == "bench":
         bench_config(words)
+    elif name == "plan":
+        parse_flags(PlanConfig, words, prog="kvferry plan", description="")
     elif name in (
         parsers := {
+            "canary": canary,
             "completion": completion,
             "doctor": doctor,
             "down": down,
@@ -317,7 +331,8 @@ def test_documented_options_belong_to_their_command(helps: dict[str, set[str]]) 
         for name, rest in re.findall(r"`kvferry ([a-z]+)((?: [^`]*)?)`", page.read_text()):
             options = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", rest))
             assert name in helps, (page, name)
-            mode = "attach" if "--attach" in options else "vllm" if "--engine" in options else name
+            engine = "sglang" if "sglang" in rest else "vllm"
+            mode = "attach" if "--attach" in options else engine if "--engine" in options else name
             assert options <= helps[mode], (page, name, rest)
 
 
