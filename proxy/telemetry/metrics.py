@@ -48,6 +48,8 @@ TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.
 TOKEN_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 PHASE_BUCKETS = (0.0005, 0.001, 0.005, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 _TOTAL_BUCKETS = (0.01, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
+VERDICTS = ("same", "different", "learning", "failed")
+"""Of the canary, on one probe."""
 MAX_MODELS = 64
 """Models with series of their own."""
 MAX_CHARTED_MODELS = 16
@@ -480,6 +482,7 @@ class Metrics:
             (self.retries, _LEGS),
             (self.rejections, _REJECTIONS),
             (self.drops, _DROPS),
+            (self.canary_probes, VERDICTS),
             (self.prompts_recomputed, FOREIGN_DIALECTS),
         ):
             for word in words:

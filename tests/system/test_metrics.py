@@ -37,6 +37,8 @@ MEASURED = {
 }
 """Gauges that are absent until agents have measured what a request takes: no count is missed."""
 NOT_COUNTED = {
+    "kvferry_proxy_canary_probes_total",
+    "kvferry_proxy_canary_tokens_total",
     "kvferry_agent_integrity_errors_total",
     "kvferry_agent_num_preemptions_total",
     "kvferry_agent_recomputes_total",
