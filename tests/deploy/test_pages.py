@@ -7,9 +7,12 @@
 
 from __future__ import annotations
 
+import gzip
+import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -61,6 +64,26 @@ def test_a_new_block_is_seen(tmp_path: Path, prose: str, heading: str, is_seen: 
     heading = f"## {heading}\n\n" if heading else ""
     page.write_text(f"# Page\n\n{heading}{prose}\n\n```\nkvferry anything\n```\n")
     assert [each.commands for each in neither(page)] == [["kvferry anything"]] * is_seen
+
+
+@pytest.mark.timeout(240)
+def test_the_plans_of_the_page(tmp_path: Path) -> None:
+    """With a short trace of the same form as the one that is named."""
+    plans, server = scripts("sizing.md", "Splits")
+    (tmp_path / "server.yaml").write_text(server)
+    lines = [f"2023-11-16 18:15:{at:02}.6805900,{374 + at},{44 + at}" for at in range(60)]
+    with gzip.open(tmp_path / "azure_2023_conv.csv.gz", "wt") as trace:
+        trace.write("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *lines]) + "\n")
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", plans],
+        cwd=tmp_path,
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(r"^auto ", done.stdout, flags=re.MULTILINE)) == 2, done.stdout
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
