@@ -72,7 +72,6 @@ class Services:
 
     config: ProxyConfig
     fleet: Fleet
-    retry_budget: RetryBudget
     upstream: UpstreamPool
     drops: KvDrops
     metrics: Metrics
@@ -225,7 +224,6 @@ async def open_services(
         services = Services(
             config=config,
             fleet=fleet,
-            retry_budget=exchanges.retry_budget,
             upstream=upstream,
             drops=drops,
             metrics=metrics,

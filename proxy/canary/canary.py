@@ -209,16 +209,17 @@ class Canary:
         of_model.prompts.learn(probe.prompt, reference.prompt_tokens)
         of_model.probes += 1
         is_learning = tolerance.num_learnt < LEARN_FIRST
-        if is_learning or of_model.probes % LEARN_EVERY == 0:
+        has_learnt = is_learning or of_model.probes % LEARN_EVERY == 0
+        if has_learnt:
             tolerance.learn(await self._compare_with_itself(probe, reference, own_salt))
         probe.comparison = compare(reference, await self._complete(probe, probe.salt, pair))
+        if not has_learnt and probe.comparison.worst > tolerance.value:
+            # With this prompt it may differ from itself by as much.
+            tolerance.learn(await self._compare_with_itself(probe, reference, own_salt))
         record.last = _explained(probe.comparison, tolerance.value)
         if is_learning:
             return probe.report("learning", record.last)
         is_same = probe.comparison.worst <= tolerance.value
-        if not is_same:  # with this prompt it may differ from itself by as much
-            tolerance.learn(await self._compare_with_itself(probe, reference, own_salt))
-            is_same = probe.comparison.worst <= tolerance.value
         if not is_same:
             words = "canary: %s answered %d tokens of prompt otherwise than its decode agent alone: %s"
             logger.warning(words, record.name, reference.prompt_tokens, record.last)

@@ -81,7 +81,7 @@ class CanaryReport(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class PairRecord:
-    """The probes of one pair. To be changed by `note` alone."""
+    """The probes of one pair. `state` and what it follows from are changed by `note` alone."""
 
     name: str
     state: PairTrust = PairTrust.TRUSTED

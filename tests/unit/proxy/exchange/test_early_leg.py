@@ -248,7 +248,7 @@ async def test_a_decode_leg_with_other_first_tokens_is_not_believed(stage: Stage
 async def test_without_budget_a_lost_leg_is_a_typed_error(stage: Stage, stream: bool) -> None:
     """I5."""
     _, decode = await stage.pair()
-    while stage.proxy.services.retry_budget.try_withdraw():
+    while stage.proxy.services.exchanges.retry_budget.try_withdraw():
         pass
     decode.faults.append(Fault("decode", "reset"))
     async with stage.post({**BODY, "stream": stream}) as response:

@@ -131,7 +131,7 @@ async def test_a_stream_that_breaks_everywhere_ends_typed(stage: Stage) -> None:
 
 async def test_without_budget_a_broken_stream_ends_typed(stage: Stage) -> None:
     _, decode = await stage.pair()
-    while stage.proxy.services.retry_budget.try_withdraw():
+    while stage.proxy.services.exchanges.retry_budget.try_withdraw():
         pass
     decode.faults.append(Fault("decode", "cut"))
     streamed = await stage.stream(BODY)

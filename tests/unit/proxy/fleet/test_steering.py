@@ -214,7 +214,7 @@ async def test_what_clients_do_wrong_is_not_held_against_an_agent(start_stage: S
 
 async def test_retries_stop_when_their_budget_is_spent(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     prefill, _ = await stage.pair()
-    monkeypatch.setattr(stage.proxy.services.retry_budget, "_tokens", 0.0)
+    monkeypatch.setattr(stage.proxy.services.exchanges.retry_budget, "_tokens", 0.0)
     prefill.faults.append(Fault("prefill", "reset"))
     assert (await stage.ask(BODY))[0] == 502
     assert len(prefill.asked) == 1

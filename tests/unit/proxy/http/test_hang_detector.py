@@ -54,7 +54,7 @@ async def test_requests_at_an_agent_that_hangs_are_retried_elsewhere(start_stage
             return whole["choices"]
 
         undisturbed = await answer()
-        while stage.proxy.services.retry_budget.try_withdraw():
+        while stage.proxy.services.exchanges.retry_budget.try_withdraw():
             pass  # retrying what an agent that is down has not done costs none of it
         hung.faults.append(fault)
         asking = asyncio.ensure_future(answer())
