@@ -433,7 +433,11 @@ def _draining() -> dict[str, Any]:
 
 
 def _probing() -> dict[str, Any]:
-    responses = {"200": _json(_ref("ProbeReport")), "404": _error("No pair is up that can be probed.")}
+    responses = {
+        "200": _json(_ref("ProbeReport")),
+        "404": _error("No pair is up that can be probed."),
+        "429": _error("Too many probes wait for their turn."),
+    }
     parameter = {"name": "model", "in": "query", "required": False, "schema": _TEXT}
     summary = "Compare the answer of a pair with that of its decode server alone; pairs take turns"
     return {**_operation(summary, responses), "parameters": [parameter]}

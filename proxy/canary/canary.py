@@ -14,7 +14,7 @@ import asyncio
 import logging
 import math
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
@@ -34,7 +34,7 @@ from kvferry.proxy.canary.comparison import (
 )
 from kvferry.proxy.canary.pair_record import CanaryReport, PairRecord, PairTrust, ProbeReport
 from kvferry.proxy.canary.prompts import Prompts
-from kvferry.proxy.errors import ProxyError
+from kvferry.proxy.errors import Overloaded, ProxyError
 from kvferry.proxy.exchange.exchange import Exchange, ExchangeContext, RetryBudget
 from kvferry.proxy.exchange.legs import PausableSource
 from kvferry.proxy.fleet.pairing import Mismatch
@@ -67,6 +67,8 @@ LEARN_FIRST = 4
 """Comparisons of a server with itself before the first one of a pair counts."""
 LEARN_EVERY = 16
 """Probes of a model between two of those later."""
+MAX_WAITING = 8
+"""Probes by hand that wait for their turn at once."""
 FREE_TOKENS = 100_000
 """Tokens of probes that do not count against their share."""
 
@@ -141,6 +143,7 @@ class Canary:
         """When each prefill agent was probed last."""
         self._spent = 0
         self._lock = asyncio.Lock()
+        self._waiting = 0
         # Probes are no client's: their phases, times and failures are counted in none of what is shown.
         self._unshown = (Metrics(), FailureLog(), Timelines())
 
@@ -152,15 +155,23 @@ class Canary:
         while True:
             begun = time.monotonic()
             if self._spent - FREE_TOKENS <= self._max_share * self._metrics.num_client_tokens():
-                await self.probe()
+                with suppress(Overloaded):
+                    await self.probe()
             await asyncio.sleep(max(0.0, begun + interval_s - time.monotonic()))
 
     async def probe(self, model: str | None = None) -> ProbeReport | None:
         """Probe the pair whose turn it is, of that model or of any. Only one probe is under way at a time.
 
-        Returns None if there is no pair to probe.
+        Returns None if there is no pair to probe. Raises `Overloaded` while `MAX_WAITING` others wait.
         """
-        async with self._lock:
+        if self._waiting >= MAX_WAITING:
+            raise Overloaded("other probes wait for their turn", retry_after_s=1)
+        self._waiting += 1
+        try:
+            await self._lock.acquire()
+        finally:
+            self._waiting -= 1
+        try:
             snapshot = self._registry.snapshot()
             self._forget(snapshot)
             pair = self._next(snapshot, model)
@@ -176,6 +187,8 @@ class Canary:
                 report = probe.report("failed", probe.record.last)
             self._metrics.canary_probes.labels(report.verdict).inc()
             return report
+        finally:
+            self._lock.release()
 
     def report(self) -> CanaryReport:
         """Return what is known of each pair, for operators."""

@@ -30,6 +30,7 @@ INTERNAL = {
     "common/yaml_file.py::MAX_FILE_BYTES": "the operator's own file",
     "common/yaml_file.py::MAX_DEPTH": "the operator's own file",
     "common/shared_options.py::MAX_PORT": "what a port may be",
+    "proxy/canary/canary.py::MAX_WAITING": "the canary's own probes",
     "proxy/canary/comparison.py::MAX_LEARNT": "the canary's own probes",
     "proxy/canary/comparison.py::MAX_TOLERANCE": "the canary's own probes",
     "proxy/canary/prompts.py::MAX_PROMPT_TOKENS": "the canary's own probes",
