@@ -24,7 +24,7 @@ from kvferry.proxy.fleet.fleet import FleetSettings, make_router
 from kvferry.proxy.fleet.registry import Registry
 from kvferry.proxy.fleet.routing.candidates import Slots
 from kvferry.proxy.fleet.routing.router import Decision, Turns
-from kvferry.proxy.fleet.routing.routing_request import RoutingRequest
+from kvferry.proxy.fleet.routing.routing_request import Pair, RoutingRequest
 from kvferry.proxy.fleet.snapshot import NoPair
 from kvferry.proxy.wire.registration import (
     PING_INTERVAL_S,
@@ -242,6 +242,7 @@ class SimulatedFleet:
         self._turns = Turns()
         self._waiting: deque[Job] = deque()
         self._left = 0
+        self.errors: tuple[list[float], list[float]] = ([], [])
         self._model = model
         self.servers = [
             SimulatedServer(model, _info(at, role), self._clock, self._prefilled, self._ended)
@@ -309,9 +310,18 @@ class SimulatedFleet:
 
     def _ended(self, _: SimulatedServer, job: Job) -> None:
         assert job.reservation is not None
+        self._compare(job, job.reservation.pair)
         job.reservation.release()
         self._left -= 1
         self._admit()
+
+    def _compare(self, job: Job, pair: Pair) -> None:
+        tokens = job.arrival.answer_tokens - 1
+        token_s = (job.ended_at - job.first_at) / tokens if tokens else None
+        errors = self._registry.compare(pair, job.first_at, token_s)
+        for kept, error in zip(self.errors, errors, strict=True):
+            if error is not None:
+                kept.append(error)
 
     def _free(self, agent: Incarnation, number: int, is_prefill: bool) -> None:
         self._slots.release(agent, number, is_prefill=is_prefill)

@@ -152,6 +152,8 @@ class Attempt:
         self.sink: ResponseSink
         self.write_event: Callable[[bytes], None]
         """The sink's (`EventWriter`): the first event of a rewritten stream does not come by it."""
+        self.prefilled_at: float | None = None
+        """When the last prefill leg had ended, on the event loop's clock."""
         self._reservation = reservation
         self._has_begun = False
         """Whether the client has anything that was rewritten for it."""
@@ -208,6 +210,7 @@ class Attempt:
         """One more prefill leg has ended well."""
         self._num_in_prefill -= 1
         if not self._num_in_prefill:
+            self.prefilled_at = now()
             self._reservation.prefill_over()
             if not self.dialect.is_native:  # else the first token is still the prefill's
                 self.note_prefill_over()

@@ -202,6 +202,7 @@ class Exchange:
                 attempt = await self._begin()
                 try:
                     await attempt.run(sink)
+                    self._compare(attempt)
                     return
                 except AgentLost as error:
                     lost = error
@@ -252,6 +253,18 @@ class Exchange:
         if isinstance(reservation, NoPair):
             raise context.fleet.no_agent(reservation, model)
         return reservation
+
+    def _compare(self, attempt: Attempt) -> None:
+        """Compare the prediction with what came, unless other attempts went before.
+
+        Of several prompts one is first, while the prediction is for all.
+        """
+        if not self._exclude and self._request.prompts == 1:
+            log = self._log
+            first_token_at = log.first_text_at if attempt.is_alone else attempt.prefilled_at
+            self._context.fleet.compare(
+                self._routing_request, attempt.pair, first_token_at, log.time_per_token()
+            )
 
     async def _plan_retry(self, pair: Pair, lost: AgentLost) -> None:
         """Prepare for another attempt. Raises `AgentLost`, `StreamBroken` or `SuspectRequest` if there may be

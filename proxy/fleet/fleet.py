@@ -163,6 +163,17 @@ class Fleet:
         self.admission.pump()
         return asked
 
+    def compare(
+        self, request: RoutingRequest, pair: Pair, first_token_at: float | None, token_s: float | None
+    ) -> None:
+        """Compare what was predicted of a request with what came, as `Registry.compare` does."""
+        errors = self.registry.compare(pair, first_token_at, token_s)
+        for counts, error in zip(
+            self._metrics.of_model(request.model).prediction_errors, errors, strict=True
+        ):
+            if error is not None:
+                counts.observe(error)
+
     def scaling_signals(self) -> dict[str, Signals]:
         """Return this process's part of the signals to scale by, for each model."""
         agents = [

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from kvferry.proxy.fleet.bias import Bias
 from kvferry.proxy.fleet.circuit_breaker import BreakerState
 from kvferry.proxy.fleet.pairing import Leg, Matching, Mismatch, Pairing, reason
 from kvferry.proxy.wire.dialects import DIALECTS
@@ -64,12 +65,14 @@ class Speed(NamedTuple):
 class Prediction(NamedTuple):
     """When a prompt's first token will come, as was predicted `at` some time, both on the router's clock.
 
-    `share`: of the agent's time, the part that this prompt takes and those sent before it do.
+    `share`: of the agent's time, the part that this prompt takes and those sent before it do. `token_s`:
+    seconds per token of the answer; None if that is not known.
     """
 
     at: float
     first_token_at: float
     share: float
+    token_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +81,7 @@ class Node:
 
     `ours_at_ping`: sequences that this proxy had in flight there when the agent reported its load.
     `speed`: what it has measured, and of the rest what another agent of its model has. `prefill_share`: of
-    its time lately, the part that went into prompts.
+    its time lately, the part that went into prompts. `bias`: of what is predicted of it.
     """
 
     info: Register
@@ -88,6 +91,7 @@ class Node:
     breaker: BreakerState = BreakerState.CLOSED
     speed: Speed = Speed()  # noqa: RUF009 (it does not change)
     prefill_share: float = 0.0
+    bias: Bias = Bias()  # noqa: RUF009
 
     @property
     def incarnation(self) -> Incarnation:

@@ -47,6 +47,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 TOKEN_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 PHASE_BUCKETS = (0.0005, 0.001, 0.005, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+RATIO_BUCKETS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.1, 1.33, 2.0, 4.0, 10.0)
 _TOTAL_BUCKETS = (0.01, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 VERDICTS = ("same", "different", "learning", "failed")
 """Of the canary, on one probe."""
@@ -255,7 +256,9 @@ class ModelCounts:
 
 
 class ModelMetrics(NamedTuple):
-    """What is counted with every request for one model, looked up once. `phases`: by phase."""
+    """What is counted with every request for one model, looked up once. `prediction_errors`: of the prefill
+    and of the decode leg. `phases`: by phase.
+    """
 
     model: str
     counts: ModelCounts
@@ -264,6 +267,7 @@ class ModelMetrics(NamedTuple):
     itl: BucketCounts
     e2e: BucketCounts
     queue_wait: BucketCounts
+    prediction_errors: tuple[BucketCounts, BucketCounts]
     phases: Mapping[str, BucketCounts]
 
 
@@ -366,6 +370,16 @@ class Metrics:
                 "the first event of the decode agent (decode_wait), decode.",
                 ("phase", MODEL),
                 PHASE_BUCKETS,
+            )
+        )
+        self.prediction_errors = self._register(
+            LabelledHistogram(
+                "kvferry_proxy_prediction_error_ratio",
+                "Actual time over the time that the choice of agents predicted: to the first token (leg "
+                "prefill), per token after it (leg decode; streams). Above 1: it took longer. Requests that "
+                "were retried are not counted.",
+                ("leg", MODEL),
+                RATIO_BUCKETS,
             )
         )
         self.decode_only = Counter(
@@ -585,6 +599,10 @@ class Metrics:
             itl=self.itl.of(model),
             e2e=self.e2e.of(model),
             queue_wait=self.queue_wait.of(model),
+            prediction_errors=(
+                self.prediction_errors.of(("prefill", model)),
+                self.prediction_errors.of(("decode", model)),
+            ),
             phases={phase: self.phases.of((phase, model)) for phase in PHASES},
         )
 

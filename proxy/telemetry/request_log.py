@@ -19,6 +19,7 @@ from kvferry.common.state_machine import transition
 from kvferry.common.telemetry.logs import Facts
 from kvferry.proxy import sse
 from kvferry.proxy.fleet.routing.routing_request import Pair
+from kvferry.proxy.fleet.snapshot import Prediction
 from kvferry.proxy.ids import Api, RequestId, TransferId
 from kvferry.proxy.request import ClientRequest, ReportedUsage
 from kvferry.proxy.telemetry.history import Failure, FailureLog
@@ -191,6 +192,8 @@ class RequestLog:
         self._phase_since = self.arrived_at
         self._seconds: dict[Phase, float] = {}
         self._facts: dict[str, object] = {}
+        self._prediction: Prediction | None = None
+        """The latest attempt's."""
         self._transfer_ids: list[TransferId] = []
         self._choices = 1
         self._model = ""
@@ -202,7 +205,8 @@ class RequestLog:
         self._agent_timing: list[str] = []
         self.num_events = 0
         """How many events of a stream were sent to the client."""
-        self._first_text_at: float | None = None
+        self.first_text_at: float | None = None
+        """When the first text of a stream went to the client; monotonic seconds."""
         self._first_event_at: float | None = None
         self._last_event_at: float | None = None
         metrics.in_flight.add((self.phase, ""), 1)
@@ -264,6 +268,7 @@ class RequestLog:
     def add_attempt(self, pair: Pair, transfer_id: TransferId) -> None:
         """Record that the request was routed, perhaps again."""
         first, second = pair.prefill.info, pair.decode.info
+        self._prediction = pair.prediction
         prefill = first.address if first.dp_rank is None else first.location  # most have none
         decode = second.address if second.dp_rank is None else second.location
         self._agents = prefill, decode
@@ -296,8 +301,8 @@ class RequestLog:
         self.num_events += count
         self._metrics.events += count
         self._model_metrics.counts.events += count
-        if self._first_text_at is None and sse.has_text(events):
-            self._first_text_at = self._timeline.first_text_at = now
+        if self.first_text_at is None and sse.has_text(events):
+            self.first_text_at = self._timeline.first_text_at = now
             ttft = now - self.arrived_at
             self._model_metrics.ttft.observe(ttft)
             if ttft > self._metrics.ttft_objective_s:
@@ -308,7 +313,7 @@ class RequestLog:
     def event(self, event: bytes) -> None:
         """`events` for a single event, with a cheaper path for all but the first."""
         last = self._last_event_at
-        if self.phase is not Phase.DECODE or self._first_text_at is None or last is None:
+        if self.phase is not Phase.DECODE or self.first_text_at is None or last is None:
             self.events(event)
             return
         self._last_event_at = now = time.monotonic()
@@ -316,6 +321,13 @@ class RequestLog:
         self.num_events += 1
         self._metrics.events += 1
         self._model_metrics.counts.events += 1
+
+    def time_per_token(self) -> float | None:
+        """Return the mean seconds per token of a stream, after the first one; None if there is no stream."""
+        later_events = self.num_events / self._choices - 1
+        if self._first_event_at is None or self._last_event_at is None or later_events <= 0:
+            return None
+        return (self._last_event_at - self._first_event_at) / later_events
 
     def add_agent_timing(self, leg: str, header: str | None) -> None:
         """Record an agent's own `Server-Timing` header, if it sent one: the names with a duration in it."""
@@ -354,9 +366,8 @@ class RequestLog:
         of_model = self._model_metrics
         self._metrics.ended(self.api, status, of_model.model)
         of_model.e2e.observe(total)
-        later_events = self.num_events / self._choices - 1
-        if self._first_event_at is not None and self._last_event_at is not None and later_events > 0:
-            tpot = (self._last_event_at - self._first_event_at) / later_events
+        tpot = self.time_per_token()
+        if tpot is not None:
             of_model.tpot.observe(tpot)
             if tpot > self._metrics.tpot_objective_s:
                 self._metrics.missed_objectives.add(("tpot", of_model.model), 1)
@@ -393,8 +404,12 @@ class RequestLog:
             "total_s": round(total, 6),
             "phases_s": {phase: round(spent, 6) for phase, spent in self._seconds.items()},
         }
-        if self._first_text_at is not None:
-            line["ttft_s"] = round(self._first_text_at - self.arrived_at, 6)
+        if self.first_text_at is not None:
+            line["ttft_s"] = round(self.first_text_at - self.arrived_at, 6)
+        if (prediction := self._prediction) is not None:
+            line["predicted_ttft_s"] = round(prediction.first_token_at - self.arrived_at, 6)
+            if prediction.token_s is not None:
+                line["predicted_tpot_s"] = round(prediction.token_s, 6)
         return line
 
 

@@ -15,6 +15,7 @@ So, of a request whose prompt takes w seconds, and whose answer has L tokens:
 A second of decoding counts v times as much as one before the first token: as much as the objectives say of an
 answer of L tokens, `ttft_objective_s / (L * tpot_objective_s)`. A pair costs the sum of both. A server alone
 costs the same without a transfer; what comes while its prompt waits and is computed delays its answer.
+What a server reports is corrected by how wrong it was (`Bias`).
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class RouteCosts:
         if token_s is None:
             return math.inf
         queue_s, decoding, _ = self._state(node)
-        return queue_s + tokens * token_s * (1.0 + decoding * self._weight(node))
+        return queue_s + tokens * token_s * node.bias.prefill * (1.0 + decoding * self._weight(node))
 
     def decode(self, node: Node, count: int) -> float:
         """Return the cost of a decode leg of so many sequences, whose prompt another server computes."""
@@ -73,25 +74,39 @@ class RouteCosts:
     def alone(self, node: Node, tokens: int, count: int) -> float:
         """Return the cost of both."""
         queue_s, decoding, share = self._state(node)
-        delay_s = (queue_s + tokens * (node.speed.token_s or 0.0)) * share
+        delay_s = (queue_s + tokens * (node.speed.token_s or 0.0) * node.bias.prefill) * share
         return self.prefill(node, tokens) + self._decoding(node, count, delay_s, decoding, share)
 
-    def predict(self, node: Node, tokens: int, token_s: float) -> Prediction:
-        """Return when a prompt that is sent to the server now is computed."""
-        work_s, now = tokens * token_s, self.now
-        queue_s, _, _ = self._state(node)
-        last = self._predicted.get(node.info.incarnation)
+    def predict(self, prefill: Node, decode: Node, tokens: int, count: int) -> Prediction | None:
+        """Return when a prompt that is sent to the server now is computed, and the time per token of so many
+        sequences at the other, or the same; None if nothing has been measured.
+        """
+        token_s, now = prefill.speed.token_s, self.now
+        if token_s is None:
+            return None
+        work_s = tokens * token_s * prefill.bias.prefill
+        state = queue_s, _, _ = self._state(prefill)
+        last = self._predicted.get(prefill.info.incarnation)
         burst = 0.0 if last is None else last.share * math.exp((last.at - now) / BURST_S)
-        return Prediction(now, now + queue_s + work_s, burst + work_s / BURST_S)
+        _, others, share = state if prefill is decode else self._state(decode)
+        step_s = self._step(decode, others + count, share) if count else None
+        return Prediction(now, now + queue_s + work_s, burst + work_s / BURST_S, step_s)
 
     def _decoding(self, node: Node, count: int, delay_s: float, others: int, share: float) -> float:
-        _, step_s, sequence_s, tokens, _ = node.speed
         if not count:
             return 0.0
-        if step_s is None or sequence_s is None:
+        own_s, sequence_s = self._step(node, others + count, share), node.speed.sequence_s
+        if own_s is None or sequence_s is None:
             return math.inf
-        own_s = (step_s + (others + count) * sequence_s) / (1.0 - min(share, MAX_SHARE))
-        return self._weight(node) * count * (delay_s + tokens * (own_s + others * sequence_s))
+        others_s = others * sequence_s * node.bias.decode
+        return self._weight(node) * count * (delay_s + node.speed.answer_tokens * (own_s + others_s))
+
+    def _step(self, node: Node, count: int, share: float) -> float | None:
+        """Return the time per token of so many sequences, while prompts take that share of the time."""
+        _, step_s, sequence_s, _, _ = node.speed
+        if step_s is None or sequence_s is None:
+            return None
+        return (step_s + count * sequence_s) * node.bias.decode / (1.0 - min(share, MAX_SHARE))
 
     def _weight(self, node: Node) -> float:
         return self._first_token_tokens / max(1.0, node.speed.answer_tokens)
@@ -104,7 +119,9 @@ class RouteCosts:
         info, now = node.info, self.now
         capacity, last = info.capacity, self._predicted.get(info.incarnation)
         reported_s = None if capacity is None else capacity.backlog_s
-        queue_s = 0.0 if reported_s is None else max(0.0, node.heard_at + reported_s - now)
+        queue_s = 0.0
+        if reported_s is not None:
+            queue_s = max(0.0, node.heard_at + reported_s * node.bias.prefill - now)
         share = node.prefill_share
         if last is not None:
             if reported_s is None or last.at >= node.heard_at:

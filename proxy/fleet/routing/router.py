@@ -30,7 +30,7 @@ from kvferry.proxy.fleet.routing.policy import (
     Session,
 )
 from kvferry.proxy.fleet.routing.routing_request import NO_AGENTS, Pair, RoutingRequest
-from kvferry.proxy.fleet.snapshot import Node, NodeState, NoPair, Snapshot
+from kvferry.proxy.fleet.snapshot import Node, NodeState, NoPair, Prediction, Snapshot
 from kvferry.proxy.wire.registration import Incarnation
 
 
@@ -201,9 +201,7 @@ class Router:
         streamed = self.streams(prefill, decode, request)
         lenders = self._prefix_lenders
         lender = None if lenders is None else lenders.best(partners, prefill, request)
-        token_s = prefill.speed.token_s
-        prediction = None if token_s is None else self._costs.predict(prefill, request.tokens, token_s)
-        return Decision(Pair(prefill, decode, streamed, lender, prediction))
+        return Decision(Pair(prefill, decode, streamed, lender, self._predict(prefill, decode, request)))
 
     def _lone(self, request: RoutingRequest, leg: Leg, turns: Turns) -> Node | None:
         """Choose an agent of the leg's role that could serve all of the request, if any has room."""
@@ -212,10 +210,10 @@ class Router:
         return self._policies[leg].pick_alone(able, request, turn) if able else None
 
     def _lone_pair(self, node: Node, request: RoutingRequest) -> Pair:
-        token_s = node.speed.token_s
-        if token_s is None:
-            return Pair(node, node)
-        return Pair(node, node, prediction=self._costs.predict(node, request.tokens, token_s))
+        return Pair(node, node, prediction=self._predict(node, node, request))
+
+    def _predict(self, prefill: Node, decode: Node, request: RoutingRequest) -> Prediction | None:
+        return self._costs.predict(prefill, decode, request.tokens, request.decoded_sequences)
 
     def _is_short(self, request: RoutingRequest, node: Node) -> bool:
         cached = self._policies["decode"].cached_tokens(node, request)

@@ -11,6 +11,7 @@ import pytest
 
 from kvferry.agent.api.metrics import AgentMetrics
 from kvferry.proxy.telemetry.metrics import Metrics
+from kvferry.proxy.wire.registration import Capacity
 from tests.helpers.waiting import until
 from tests.standins.agents import Fault
 from tests.unit.proxy.conftest import Stage, StartStage
@@ -135,6 +136,22 @@ async def test_phases_queue_and_requests_in_flight_say_the_model(start_stage: St
         line = f'kvferry_proxy_phase_seconds_count{{phase="{phase}",{of_model}}}'
         assert stage.metric(line) == count, phase
     assert stage.metric('kvferry_proxy_phase_seconds_count{model_name=""}') == 0
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["pair", "alone"])
+async def test_what_was_predicted_of_requests_is_compared_with_what_came(stage: Stage, alone: bool) -> None:
+    capacity = Capacity(token_s=1e-4, step_s=1e-4, sequence_s=0.0, answers=1, answer_tokens=5)
+    for role in ("both",) if alone else ("prefill", "decode"):
+        await stage.agent(role, overrides={"capacity": capacity})
+    await answered(stage, "completions", stream=True)
+    for leg in ("prefill", "decode"):
+        labels = f'{{leg="{leg}",model_name="{MODEL}"}}'
+        assert stage.metric(f"kvferry_proxy_prediction_error_ratio_count{labels}") == 1
+        assert 1 / 16 <= stage.metric(f"kvferry_proxy_prediction_error_ratio_sum{labels}") <= 16
+    await answered(stage, "completions")
+    whole = "kvferry_proxy_prediction_error_ratio_count"
+    assert stage.metric(f'{whole}{{leg="prefill",model_name="{MODEL}"}}') == (1 if alone else 2)
+    assert stage.metric(f'{whole}{{leg="decode",model_name="{MODEL}"}}') == 1, "no stream, no tokens"
 
 
 @pytest.mark.parametrize("missed", ["none", "ttft", "tpot"])

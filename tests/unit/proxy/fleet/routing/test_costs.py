@@ -8,10 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.proxy.fleet.admission import Reservation
+from kvferry.proxy.fleet.bias import MeanError
 from kvferry.proxy.fleet.pairing import mismatch
 from kvferry.proxy.fleet.routing.candidates import Loads, Slots
 from kvferry.proxy.fleet.routing.routing_request import Pair, RoutingRequest
@@ -120,6 +122,43 @@ def test_what_an_agent_has_not_measured_is_taken_from_another_of_its_model() -> 
     assert speed == Speed(MEASURED.token_s, 5.0, MEASURED.sequence_s, 100.0, 0.0)
 
 
+def test_an_agent_that_takes_longer_than_predicted_gets_fewer_prompts_after_a_while() -> None:
+    stage = Stage()
+    for at in range(2):
+        stage.ping("prefill", 100 + at)
+    stage.ping("decode", 200)
+    assert [stage.route(LONG, keep=False)[0] for _ in range(2)] == [100, 101]
+    for at in range(200):
+        stage.registry.at(at / 10)
+        pair = stage.router.route(stage.registry.snapshot(), LONG, now=at / 10)
+        assert isinstance(pair, Pair) and pair.prediction is not None
+        factor = 3.0 if pair.prefill.info.address.endswith("100") else 1.0
+        seconds = factor * 1.0  # 10,000 tokens; what it takes, however it is predicted by now
+        stage.registry.compare(pair, pair.prediction.at + seconds, 1.5 * 0.011)
+        for port in (100, 101):
+            stage.ping("prefill", port)
+        stage.ping("decode", 200)
+    slow, right, decode = (node.bias for node in stage.registry.snapshot().nodes)
+    assert 1.1 < slow.prefill < 3.0 and right.prefill == pytest.approx(1.0) and slow.decode == 1.0
+    assert decode.decode == pytest.approx(1.5, rel=0.05)
+    assert {stage.route(LONG, keep=False)[0] for _ in range(4)} == {101}
+    assert stage.route(LONG)[0] == 101
+    assert stage.route(SHORT)[0] == 100
+
+
+@pytest.mark.parametrize("first", [0.1, 1e-300, 1e300, 5.0])
+def test_a_correction_is_the_ratio_of_means_and_forgets(first: float) -> None:
+    error = MeanError()
+    assert error.bias == 1.0
+    ratio = error.note(first, 1.0, 1.0)
+    assert ratio is not None and 1 / 16 <= ratio <= 16
+    for _ in range(500):
+        assert error.note(2.0 * error.bias, 3.0, error.bias) is not None
+        assert 0.25 <= error.bias <= 4.0
+    assert error.bias == pytest.approx(1.5, rel=0.01)
+    assert error.note(2.0 * error.bias, 3.0, error.bias) == pytest.approx(1.0, rel=0.01)
+
+
 FIGURES = st.one_of(
     st.none(), st.sampled_from([0.0, -1.0, 1e300, float("nan"), float("inf"), float("-inf")]), st.floats()
 )
@@ -129,6 +168,7 @@ CAPACITIES = st.none() | st.builds(
     answer_tokens=st.integers(0, 2**62), step_s=FIGURES, sequence_s=FIGURES, token_s=FIGURES,
     backlog_s=FIGURES,
 )  # fmt: skip
+TIMES = st.tuples(FIGURES, FIGURES)
 AGENTS = st.lists(
     st.tuples(st.sampled_from(["prefill", "decode", "both"]), CAPACITIES, st.floats(), st.integers(-5, 300)),
     min_size=1,
@@ -136,12 +176,23 @@ AGENTS = st.lists(
 )
 
 
+@given(times=st.lists(TIMES, max_size=8), repeated=st.integers(1, 50))
+def test_a_correction_keeps_its_bounds(times: list[tuple[Any, Any]], repeated: int) -> None:
+    error = MeanError()
+    for predicted_s, actual_s in times * repeated:
+        ratio = error.note(predicted_s or 0.0, actual_s or 0.0, error.bias)
+        assert ratio is None or 1 / 16 <= ratio <= 16
+        assert 1 / 4 <= error.bias <= 4
+
+
 @settings(max_examples=200, deadline=None)
-@given(agents=AGENTS, later=CAPACITIES, requests=st.integers(1, 20))
+@given(agents=AGENTS, later=CAPACITIES, took=st.lists(TIMES, min_size=1, max_size=8))
 def test_a_wrong_figure_changes_where_requests_go_and_nothing_else(
-    agents: list[Any], later: Capacity | None, requests: int
+    agents: list[Any], later: Capacity | None, took: list[tuple[float | None, float | None]]
 ) -> None:
-    """Whatever agents report: a pair that fits and is ready, wherever one is without any figures."""
+    """Whatever agents report, and however long requests take: a pair that fits and is ready, wherever one is
+    without any figures; and corrections within their bounds.
+    """
     stage, plain = Stage(), Stage()
     for at, (role, capacity, _, running) in enumerate(agents):
         stage.ping(role, 100 + at, capacity, load=load(running))
@@ -153,7 +204,7 @@ def test_a_wrong_figure_changes_where_requests_go_and_nothing_else(
     shot = shot.altered(
         replace(node, prefill_share=share) for node, (_, _, share, _) in zip(shot.nodes, agents, strict=True)
     )
-    for _ in range(requests):
+    for seconds in took:
         found = stage.router.route(shot, SHORT, now=1.0)
         expected = plain.router.route(plain.registry.snapshot(), SHORT, now=1.0)
         assert isinstance(found, Pair) == isinstance(expected, Pair)
@@ -161,3 +212,10 @@ def test_a_wrong_figure_changes_where_requests_go_and_nothing_else(
             assert mismatch(found.prefill.info, found.decode.info) is None
             assert found.prefill.serves("prefill") and found.decode.serves("decode")
             Reservation(found, 1, stage._free).acquire(stage.slots)
+            stage.registry.compare(found, *seconds)
+            for at, (role, capacity, _, running) in enumerate(agents):
+                stage.ping(role, 100 + at, capacity, load=load(running))
+            shares = {node.incarnation: node.prefill_share for node in shot.nodes}
+            shot = stage.registry.snapshot()
+            assert all(1 / 4 <= each <= 4 for node in shot.nodes for each in node.bias)
+            shot = shot.altered(replace(node, prefill_share=shares[node.incarnation]) for node in shot.nodes)
