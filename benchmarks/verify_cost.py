@@ -18,8 +18,8 @@ import torch
 from kvferry.transfer.checksum import PoolSums
 from kvferry.transfer.engine import usable
 from kvferry.transfer.events import PullDone
-from kvferry.transfer.layout import KVGeometry
-from kvferry.transfer.memory import own_pool
+from kvferry.transfer.layout import KVGeometry, LayerView
+from kvferry.transfer.memory import KVPool, own_pool, pool_of_layers
 from kvferry.transfer.plane import one_group
 from tests.unit.transfer.rig import NUM_BLOCKS, Agent
 
@@ -31,14 +31,26 @@ MIB = len(BLOCKS) * 8 * GEOMETRY.head_block_bytes / (1 << 20)
 ROUNDS = 20
 
 
-def sum_ms() -> float:
+def own() -> KVPool:
+    """As our own agent's rank has it."""
+    return own_pool(torch.randn(GEOMETRY.pool_shape(len(BLOCKS), 8)), GEOMETRY, 1, 0)
+
+
+def of_layers() -> KVPool:
+    """As vLLM has it on CPUs: an allocation for each layer, K beside V."""
+    shape = (len(BLOCKS), 8, GEOMETRY.block_size, 2 * GEOMETRY.head_dim)
+    layers = (torch.randn(shape) for _ in range(GEOMETRY.num_layers))
+    views = [LayerView(b"%d" % number, layer, 1, range(8), 8) for number, layer in enumerate(layers)]
+    return pool_of_layers([views], len(BLOCKS))
+
+
+def sum_ms(pool: KVPool) -> float:
     """One rank's sums of all blocks, alone on its thread."""
-    shape = GEOMETRY.pool_shape(len(BLOCKS), 8)
-    sums = PoolSums(own_pool(torch.randn(shape), GEOMETRY, 1, 0))
+    sums = PoolSums(pool)
     best = float("inf")
     for _ in range(ROUNDS):
         begun = time.perf_counter()
-        sums.sums(BLOCKS)
+        sums.sums(0, BLOCKS)
         best = min(best, time.perf_counter() - begun)
     return best * 1000
 
@@ -61,7 +73,9 @@ async def pull_ms(transfer: str) -> tuple[float, float]:
 
 async def main() -> None:
     torch.set_num_threads(1)
-    print(f"{len(BLOCKS)} blocks, {MIB:.0f} MiB; sums alone {sum_ms() / MIB:.3f} ms/MiB")
+    print(f"{len(BLOCKS)} blocks, {MIB:.0f} MiB")
+    for name, pool in (("our agent", own()), ("vLLM", of_layers())):
+        print(f"sums alone, pool of {name}: {sum_ms(pool) / MIB:.3f} ms/MiB")
     for transfer in ("tcp", "nixl"):
         if usable(transfer).ok:
             pull, verify = await pull_ms(transfer)

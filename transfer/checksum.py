@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checksums of KV blocks, one per block and KV head (`--verify-kv`).
+"""Checksums of KV blocks, one per block and KV head of layers that lie alike (`--verify-kv`).
 
 The sum of a slice's little-endian words w is (Σ kᵢ·wᵢ mod 2⁶⁴) >> 32 over fixed 64-bit keys k: multilinear
 hashing (Lemire and Kaser, "Strongly universal string hashing is fast", 2014, §3). Bytes that differ by
@@ -9,13 +9,13 @@ on GPUs. It proves nothing against a peer that lies.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.transfer.layout import OFFSET_MASK, REGION_SHIFT
+from kvferry.transfer.layout import OFFSET_MASK, REGION_SHIFT, Layers
 from kvferry.transfer.memory import KVPool
 
 if TYPE_CHECKING:
@@ -27,22 +27,46 @@ SumTable = npt.NDArray[np.uint32]
 
 
 class PoolSums:
-    """Sums of one rank's pool."""
+    """Sums of one rank's pool. Raises ValueError for KV that does not lie at whole words."""
 
     def __init__(self, pool: KVPool) -> None:
+        self._groups = [[LayerSums(pool, layers) for layers in group] for group in pool.placement.groups]
+
+    def block_bytes(self, group: int) -> int:
+        """How much of a block of this group the rank has; 0 if it has none of its layers."""
+        return sum(each.block_bytes for each in self._groups[group])
+
+    def sums(self, group: int, blocks: Sequence[int]) -> SumTable:
+        """The sums of some blocks of a group, row by row. What they hold must not change meanwhile."""
+        none = np.empty((len(blocks), 0), dtype=np.uint32)
+        return np.concatenate([none, *(each.sums(blocks) for each in self._groups[group] if blocks)], axis=1)
+
+    def clear(self, group: int, blocks: Sequence[int]) -> None:
+        """Write zeros over some blocks of a group."""
+        for each in self._groups[group]:
+            each.clear(blocks)
+
+
+class LayerSums:
+    """Sums of layers that lie alike in a rank's pool: one for each block and head, over all of the layers."""
+
+    def __init__(self, pool: KVPool, layers: Layers) -> None:
         import torch
 
-        regions, layers = pool.regions, pool.placement.only_layers
-        # The elements are of 2 bytes at least; a run that is not made of whole 32-bit words is rare.
-        word = torch.int32 if layers.unit_bytes % 4 == 0 else torch.int16
-        words = [region.view(-1).view(torch.uint8).view(word) for region in regions]
+        regions = pool.regions
+        # Runs that are not made of whole 32-bit words are rare.
+        words = (torch.int32, torch.int16, torch.uint8)
+        word = next(each for each in words if not layers.unit_bytes % each.itemsize)
+        offsets = [offset & OFFSET_MASK for offset, _ in layers.pieces]
+        if any(each % word.itemsize for each in (*offsets, layers.block_stride, layers.head_stride)):
+            raise ValueError(f"runs of {layers.unit_bytes} bytes do not begin at whole words")
         strides = (layers.block_stride // word.itemsize, layers.head_stride // word.itemsize, 1)
         lengths = [length // word.itemsize for _, length in layers.pieces]
         keys = np.split(word_keys(sum(lengths)), np.cumsum(lengths)[:-1])
         shape = (pool.placement.num_blocks, layers.num_heads)
         self._parts = [
             (
-                words[offset >> REGION_SHIFT].as_strided(
+                _words(regions[offset >> REGION_SHIFT], word).as_strided(
                     (*shape, length), strides, (offset & OFFSET_MASK) // word.itemsize
                 ),
                 torch.from_numpy(part).to(regions[0].device),
@@ -54,8 +78,18 @@ class PoolSums:
         self.block_bytes = layers.num_heads * sum(lengths) * word.itemsize
 
     def sums(self, blocks: Sequence[int]) -> SumTable:
-        """The sums of at least one block, row by row. What the blocks hold must not change meanwhile."""
+        """The sums of at least one block, row by row."""
         return self._sums_on_host(blocks) if self._stream is None else self._sums_on_device(blocks)
+
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Write zeros over some blocks. They are there when this returns."""
+        import torch
+
+        with torch.cuda.stream(self._stream):
+            for words, _ in self._parts:
+                words[list(blocks)] = 0
+        if self._stream is not None:
+            self._stream.synchronize()
 
     def _sums_on_host(self, blocks: Sequence[int]) -> SumTable:
         parts = [(words.numpy(), keys.numpy()) for words, keys in self._parts]
@@ -71,6 +105,14 @@ class PoolSums:
         with torch.cuda.stream(self._stream):
             parts = torch.stack([totals(words, keys, blocks) for words, keys in self._parts])
             return _folded(parts.sum(dim=0).cpu().numpy())
+
+
+def _words(region: torch.Tensor, word: torch.dtype) -> torch.Tensor:
+    """A region as words, but for a rest at its end."""
+    import torch
+
+    found = region.view(-1).view(torch.uint8)
+    return found[: len(found) // word.itemsize * word.itemsize].view(word)
 
 
 def totals(words: torch.Tensor, keys: torch.Tensor, blocks: Sequence[int]) -> torch.Tensor:
@@ -97,24 +139,30 @@ def pack_sums(table: SumTable) -> bytes:
 def unpack_sums(packed: bytes, num_blocks: int) -> SumTable:
     """Raises ValueError if the bytes are not whole rows of this many blocks."""
     flat: npt.NDArray[Any] = np.frombuffer(packed, dtype="<u4")
-    return flat.astype(np.uint32).reshape(num_blocks, -1)
+    return flat.astype(np.uint32).reshape(num_blocks, -1 if num_blocks else 0)
 
 
-def split_rows(packed: bytes, columns: int) -> tuple[bytes, ...]:
-    """Cut a producer's checksums into one row of so many columns per block; no rows if that leaves a rest."""
-    width = columns * SUM_BYTES
-    if len(packed) % width:
-        return ()
-    return tuple(packed[start : start + width] for start in range(0, len(packed), width))
+def split_rows(packed: bytes, columns: Iterable[int]) -> tuple[bytes, ...]:
+    """Cut a producer's checksums into a row per block, of so many columns each; no rows if that leaves a rest
+    or takes more.
+    """
+    rows, at = [], 0
+    for each in columns:
+        rows.append(packed[at : at + each * SUM_BYTES])
+        at += each * SUM_BYTES
+    return tuple(rows) if at == len(packed) else ()
 
 
 def first_mismatch(
     ours: SumTable, theirs: Sequence[bytes], local_blocks: Sequence[int], columns: Sequence[int]
 ) -> str:
-    """Describe where the blocks read differ from the producer's checksums; empty if nowhere.
+    """Describe where the blocks of a group that were read differ from the producer's checksums; empty if
+    nowhere.
 
     Our column i must equal the producer's `columns[i]` (`layout.source_columns`).
     """
+    if not ours.size:
+        return ""
     table = unpack_sums(b"".join(theirs), len(theirs))
     differing = np.argwhere(ours != table[:, list(columns)])
     if not len(differing):

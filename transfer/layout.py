@@ -181,32 +181,6 @@ def addresses(offsets: Offsets, bases: Sequence[int]) -> Offsets:
     return begins + (offsets & OFFSET_MASK)
 
 
-def num_columns(geometry: KVGeometry, tp_size: int) -> int:
-    """Heads over all ranks, in order of rank; one that several ranks hold counts once for each."""
-    return sum(len(geometry.local_heads(tp_size, rank)) for rank in range(tp_size))
-
-
-def source_columns(geometry: KVGeometry, *, tp_size: int, remote_tp_size: int) -> list[int]:
-    """Where each of the consumer's columns (`num_columns`) comes from: the producer's column by its number.
-
-    That is, of each head, the producer rank's that the consumer's rank reads it from (`sources`).
-    """
-    starts, total = [], 0
-    for remote_rank in range(remote_tp_size):
-        starts.append(total)
-        total += len(geometry.local_heads(remote_tp_size, remote_rank))
-    columns: list[int] = []
-    for rank in range(tp_size):
-        mine = geometry.local_heads(tp_size, rank)
-        column_of = {
-            head: starts[remote_rank] + head - geometry.local_heads(remote_tp_size, remote_rank).start
-            for remote_rank, heads in sources(geometry, tp_size, rank, remote_tp_size)
-            for head in heads
-        }
-        columns += [column_of[head] for head in mine]
-    return columns
-
-
 def sources(
     geometry: KVGeometry, tp_size: int, rank: int, remote_tp_size: int
 ) -> tuple[tuple[int, range], ...]:
@@ -470,6 +444,37 @@ def _pair_layers(
             remote_rank, layers = everywhere[holders[holder]]
             their_numbers = [layers.numbers[ours.names[number]] for number in numbers]
             yield remote_rank, LayerPairs(ours, layers, numbers, their_numbers, heads)
+
+
+def num_columns(placements: Sequence[Placement], group: int) -> int:
+    """Heads of one block of a group over all ranks, in order of rank, then of `Layers`.
+
+    One that several ranks hold counts once for each.
+    """
+    return sum(layers.num_heads for each in placements for layers in each.groups[group])
+
+
+def source_columns(locals_: Sequence[Placement], remotes: Sequence[Placement], group: int) -> list[int]:
+    """Where each of the consumer's columns (`num_columns`) comes from: the producer's column by its number.
+
+    That is, of each head, the producer rank's that the consumer's rank reads it from (`plan_reads`). Raises
+    ValueError where that rank does not hold the same layers: a column is of all of them.
+    """
+    theirs = [remote.groups[group] for remote in remotes]
+    starts, total = {}, 0
+    for remote_rank, each in enumerate(theirs):
+        for number, layers in enumerate(each):
+            starts[remote_rank, number] = total - layers.heads_start
+            total += layers.num_heads
+    columns: list[int] = []
+    for rank, local in enumerate(locals_):
+        for ours in local.groups[group]:
+            for remote_rank, pairs in _pair_layers(rank, ours, theirs):
+                if pairs.theirs.names != ours.names:
+                    raise ValueError("verify_kv: theirs other layers on a rank, ours the same on both sides")
+                start = starts[remote_rank, theirs[remote_rank].index(pairs.theirs)]
+                columns += [start + head for head in pairs.heads]
+    return columns
 
 
 @dataclass(frozen=True, slots=True, eq=False)

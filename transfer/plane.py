@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,6 +74,22 @@ def all_blocks(runs: Sequence[BlockRun]) -> tuple[int, ...]:
     return tuple(block for run in runs for block in run.ids)
 
 
+def blocks_by_group(runs: Sequence[BlockRun], begin: int, end: int) -> tuple[tuple[int, ...], ...]:
+    """Those of `all_blocks` from `begin` to before `end`, a tuple for each group."""
+    parts, at = [], 0
+    for run in runs:
+        parts.append(run.ids[max(begin - at, 0) : max(end - at, 0)])
+        at += len(run.ids)
+    return tuple(parts)
+
+
+def is_sampled(transfer_id: str, share: float) -> bool:
+    """Whether a transfer is among this share of all, by its id: the same on both sides, and among every
+    larger share too.
+    """
+    return zlib.crc32(transfer_id.encode()) < share * (1 << 32)
+
+
 def one_group(block_ids: Sequence[int], first: int = 0) -> tuple[BlockRun]:
     """A prompt's blocks from position `first` on, at an engine with one group."""
     return (BlockRun(first, tuple(block_ids[first:])),)
@@ -92,7 +109,7 @@ class PlaneConfig:
         weights: Identity of the weights; KV of other weights is of no use.
         host_id: Identity of the host, for backends that work within one only.
         rank_addresses: Where this agent's ranks listen, in order of rank: all of them, whatever they split.
-        verify_kv: Sum every block that we lend, and check the sums of what we pull.
+        verify_kv: Share of the transfers, from 0 to 1, of which we sum what we lend, and check what we pull.
         lends_prefixes: Our scheduler answers `LoanRequested`; else nothing of our prefix cache is lent.
         max_staged: Readers that may wait for prefills which have not begun.
         curve_secret: CURVE secret key (Z85) of the control channel: only agents with the same key connect.
@@ -111,7 +128,7 @@ class PlaneConfig:
     weights: str
     host_id: str
     rank_addresses: tuple[RankAddress, ...]
-    verify_kv: bool = False
+    verify_kv: float = 0.0
     lends_prefixes: bool = False
     max_staged: int = MAX_STAGED
     curve_secret: str | None = field(default=None, repr=False)

@@ -287,7 +287,7 @@ def make_plane_config(boot: Boot, ready: RankReady, run_dir: Path) -> PlaneConfi
         weights=ready.weights,
         host_id=host_id(),
         rank_addresses=tuple(transfer_address(run_dir, rank) for rank in range(config.tp)),
-        verify_kv=config.verify_kv,
+        verify_kv=float(config.verify_kv),
         lends_prefixes=config.prefix_cache,
         curve_secret=boot.curve_secret,
     )

@@ -230,6 +230,8 @@ class Protocol:
         machine = self._machines[pull.machine]
         if pull.verifying:
             yield self._step(f"verify {index}", self.verify, world, index)
+        if pull.clearing:
+            yield self._step(f"clear {index}", self.clear, world, index)
         if not machine.live or pull.end is not End.NONE:
             return
         if machine.state is self._machines.pull.PullState.HELD:
@@ -307,6 +309,10 @@ class Protocol:
         right = all(read.state is Bytes.RIGHT for read in world.pulls[index].reads)
         world = self._reading(world, index, verifying=False)
         return self._pull(world, index, "verified", "" if right else "a slice differs")
+
+    def clear(self, world: World, index: int) -> World:
+        """Every rank has written zeros over what landed."""
+        return self._pull(self._reading(world, index, clearing=False), index, "cleared")
 
     def break_read(self, world: World, index: int, place: int) -> World:
         free = world.pulls[index].reads[place].cancelled or world.incarnation
@@ -573,6 +579,9 @@ class Protocol:
                     world = self._begin_read(world, index, effect)
                 case names.Verify():
                     world = self._begin_verify(world, index, effect)
+                case names.ClearBlocks(blocks):
+                    must(blocks == (_destination(index),), "I3: nothing else is cleared")
+                    world = self._reading(world, index, clearing=True)
                 case names.CancelRead(seq=seq):
                     world = self._cancel_read(world, index, seq)
                 case names.Emit(event):
@@ -596,7 +605,7 @@ class Protocol:
             all(read.outcome is not None and read.outcome.ok for read in pull.reads),
             "I1: what is summed has landed",
         )
-        must(verify.local_blocks == _destination(index), "I1: every block is summed")
+        must(verify.local_blocks == (_destination(index),), "I1: every block is summed")
         must(verify.checksums == checksums_of(pull.request), "I1: and compared with its own checksums")
         return self._reading(world, index, verifying=True)
 
@@ -628,7 +637,8 @@ class Protocol:
         return self._reading(world, index, end=end)
 
     def _handed_over(self, pull: Reading) -> None:
-        must(not any(read.writing for read in pull.reads), "I3: no byte lands in a block that was released")
+        writing = pull.clearing or any(read.writing for read in pull.reads)
+        must(not writing, "I3: no byte lands in a block that was released")
 
     def _decoding(self, world: World, index: int) -> World:
         pull = world.pulls[index]
@@ -648,7 +658,7 @@ class Protocol:
         must(live == (pull.end is End.NONE), "a pull that is over has said so")
         if pull.end is End.QUARANTINED:
             quiet = all(read.outcome is not None and read.quiescence_reported for read in pull.reads)
-            must(not quiet, "I3: a quarantine ends when the last rank is quiescent")
+            must(not quiet or pull.clearing, "I3: a quarantine ends when the last rank is quiescent")
         if live:
             for seq in {read.seq for read in pull.reads}:
                 outcomes = [read.outcome for read in pull.reads if read.seq == seq]

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.long
 EVERY_STEP = {
     *("register", "advance", "ready", "preempt", "drop", "expire", "time", "restart"),
     *("open", "renew", "lose", "unanswered", "cancel", "crash", "deliver", "repeat"),
-    *("read", "damage", "verify", "break", "quiesce", "report", "report-again", "report-quiescent"),
+    *("read", "damage", "verify", "clear", "break", "quiesce", "report", "report-again", "report-quiescent"),
 }
 EVERY_END = {
     *("pull done", "pull checksum", "pull invalid", "pull read_failed", "pull cancelled", "pull incarnation"),

@@ -127,6 +127,8 @@ class Reading(NamedTuple):
     reads: tuple[RankRead, ...] = ()
     verifying: bool = False
     """The ranks are summing what landed."""
+    clearing: bool = False
+    """The ranks are writing zeros over it."""
 
 
 class Reader(NamedTuple):

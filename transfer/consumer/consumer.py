@@ -13,9 +13,10 @@ from functools import partial
 
 import zmq
 
-from kvferry.transfer.consumer.link import Link, LinkState
+from kvferry.transfer.consumer.link import Link, LinkState, source_of
 from kvferry.transfer.consumer.link_pool import LinkPool
 from kvferry.transfer.consumer.pull import (
+    ClearBlocks,
     Effect,
     Emit,
     EnsureLink,
@@ -32,7 +33,7 @@ from kvferry.transfer.consumer.rebuild import Rebuilder
 from kvferry.transfer.control import messages as wire
 from kvferry.transfer.events import NO_FAULT, PullDone, PullFailed, PullQuiescent, PullTimes
 from kvferry.transfer.ids import DuplicateTransfer, TransferId
-from kvferry.transfer.plane import RENEWALS, BlockRun, PlaneConfig, RemotePrompt
+from kvferry.transfer.plane import RENEWALS, BlockRun, PlaneConfig, RemotePrompt, is_sampled
 from kvferry.transfer.ranks.aggregate import Outcome
 from kvferry.transfer.ranks.group import RankGroup
 from kvferry.transfer.ranks.messages import CancelRead
@@ -265,7 +266,8 @@ class Consumer:
         if transfer_id in self._entries:
             raise DuplicateTransfer(transfer_id)
         timer = asyncio.get_running_loop().call_later(timeout_s, self._timed_out, transfer_id)
-        pull = Pull(transfer_id, remote.num_tokens, verify=self._config.verify_kv, first_seq=self._next_seq)
+        verify = is_sampled(transfer_id, self._config.verify_kv)
+        pull = Pull(transfer_id, remote.num_tokens, verify=verify, first_seq=self._next_seq)
         self._next_seq += self._config.num_blocks
         entry = _PullEntry(pull, remote, None, time.monotonic() + timeout_s, timeout_s, timer)
         self._entries[transfer_id] = entry
@@ -301,6 +303,8 @@ class Consumer:
                     self._ranks.broadcast(effect)
                 case Verify():
                     self._verify(entry, effect)
+                case ClearBlocks():
+                    self._ranks.clear_blocks(effect.local_blocks, partial(self._cleared, entry))
                 case SendRelease():
                     self._release(entry, effect)
                 case SendDrop():
@@ -403,6 +407,9 @@ class Consumer:
         self.verify_seconds += time.monotonic() - begun
         self._perform(entry, entry.pull.verified(mismatch))
 
+    def _cleared(self, entry: _PullEntry) -> None:
+        self._perform(entry, entry.pull.cleared())
+
     def _report(self, entry: _PullEntry, effect: Emit) -> None:
         """Count the end of a pull and pass it to the scheduler."""
         event = effect.event
@@ -417,7 +424,10 @@ class Consumer:
         elif isinstance(event, PullFailed) and event.reason not in NO_FAULT:
             failures = self.prefix_pull_failures if entry.of_prefix else self.failures
             failures[event.reason] += 1
-            _log.warning("pull %s failed: %s %s", event.transfer_id, event.reason, event.detail)
+            source = source_of(entry.remote)
+            _log.warning(
+                "pull %s from %s failed: %s %s", event.transfer_id, source, event.reason, event.detail
+            )
         entry.timer.cancel()
         self._emit(event)
         if isinstance(event, PullFailed) and not event.quiescent:

@@ -11,9 +11,10 @@ import asyncio
 import enum
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, islice, repeat
 
 import zmq
 
@@ -124,6 +125,10 @@ class Link:
         """When the last response came, or the handshake ended."""
         self._plans: list[ReadPlan] = []
         """By our rank; a pull's spans are made of them."""
+        self._columns: list[list[int]] = []
+        """By group, where our columns of checksums come from; empty if we do not verify."""
+        self._their_columns: list[int] = []
+        """How many columns they have, by group."""
 
     def __repr__(self) -> str:
         return f"<Link {self.number} to {self.source} {self.state.value}>"
@@ -253,8 +258,8 @@ class Link:
         if opened.block_ids and max(opened.block_ids) >= self.num_blocks:
             raise ValueError(f"block {max(opened.block_ids)} of {self.num_blocks}")
         checksums: tuple[bytes, ...] = ()
-        if self._config.verify_kv:
-            checksums = split_rows(opened.checksums, num_columns(self._config.geometry, self.tp_size))
+        if self._columns and opened.checksums:
+            checksums = split_rows(opened.checksums, self._widths(opened))
         return Grant(
             ready=opened.state == "ready",
             first_block=opened.first_block,
@@ -265,6 +270,12 @@ class Link:
             first_tokens=opened.first_tokens,
             groups=opened.groups,
         )
+
+    def _widths(self, opened: wire.Opened) -> Iterator[int]:
+        """How many columns the row of each of the blocks has, by its group."""
+        counts = [count for _, count in opened.groups] or [opened.first_block + len(opened.block_ids)]
+        widths = chain.from_iterable(map(repeat, self._their_columns, counts))
+        return islice(widths, opened.first_block, opened.first_block + len(opened.block_ids))
 
     def read(
         self,
@@ -288,17 +299,23 @@ class Link:
         self._ranks.read(transfer_id, seq, commands)
 
     def verify(
-        self, local_blocks: Sequence[int], checksums: Sequence[bytes], on_verified: Callable[[str], None]
+        self,
+        local_blocks: Sequence[Sequence[int]],
+        checksums: Sequence[bytes],
+        on_verified: Callable[[str], None],
     ) -> None:
-        """Compare blocks that were read with the producer's checksums.
+        """Compare blocks of each group that were read with the producer's checksums.
 
         Calls `on_verified` once, with the first mismatch or an empty string.
         """
-        config = self._config
-        columns = source_columns(config.geometry, tp_size=config.num_ranks, remote_tp_size=self.tp_size)
 
-        def compare(sums: SumTable) -> None:
-            on_verified(first_mismatch(sums, checksums, local_blocks, columns))
+        def compare(tables: Sequence[SumTable]) -> None:
+            rows = iter(checksums)
+            found = [
+                first_mismatch(sums, list(islice(rows, len(blocks))), blocks, columns)
+                for sums, blocks, columns in zip(tables, local_blocks, self._columns, strict=True)
+            ]
+            on_verified(next(filter(None, found), ""))
 
         self._ranks.sum_blocks(local_blocks, compare)
 
@@ -338,7 +355,7 @@ class Link:
             weights=config.weights,
             transfers=self._offer,
             host_id=config.host_id,
-            verify_kv=config.verify_kv,
+            verify_kv=float(config.verify_kv),
             ranks=ranks,
             versions=VERSIONS,
         )
@@ -394,7 +411,12 @@ class Link:
             raise ValueError(f"{len(placements)} placements of {len(response.ranks)} ranks")
         if any(each.num_blocks < response.num_blocks for each in placements):
             raise ValueError(f"not every rank has {response.num_blocks} blocks")
-        return plan_reads(self._ranks.placements, placements)
+        plans = plan_reads(self._ranks.placements, placements)
+        if self._config.verify_kv:
+            groups = range(len(placements[0].groups))
+            self._their_columns = [num_columns(placements, group) for group in groups]
+            self._columns = [source_columns(self._ranks.placements, placements, group) for group in groups]
+        return plans
 
     def _request(
         self, request: wire.Request, timeout_s: float, on_response: Callable[[wire.Response | None], None]

@@ -16,7 +16,7 @@ from kvferry.common.state_machine import transition, transitions
 from kvferry.transfer.control.messages import Grant, Groups
 from kvferry.transfer.events import PullDone, PullFailed, PullQuiescent, RankRead
 from kvferry.transfer.ids import TransferId
-from kvferry.transfer.plane import BlockRun, all_blocks, one_group
+from kvferry.transfer.plane import BlockRun, one_group
 from kvferry.transfer.ranks.aggregate import Outcome
 from kvferry.transfer.ranks.messages import CancelRead
 from kvferry.transfer.sampled_tokens import SampledTokens
@@ -99,10 +99,19 @@ class ReadBlocks:
 
 @dataclass(frozen=True, slots=True)
 class Verify:
-    """Effect: compare what these local blocks hold with a row of checksums each, then call `verified`."""
+    """Effect: compare what these local blocks of each group hold with a row of checksums each, then call
+    `verified`.
+    """
 
-    local_blocks: tuple[int, ...]
+    local_blocks: tuple[tuple[int, ...], ...]
     checksums: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ClearBlocks:
+    """Effect: write zeros over these local blocks of each group, then call `cleared`."""
+
+    local_blocks: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +133,18 @@ class Emit:
     event: PullDone | PullFailed | PullQuiescent
 
 
-Effect = EnsureLink | SendLend | SendOpen | ReadBlocks | CancelRead | Verify | SendRelease | SendDrop | Emit
+Effect = (
+    EnsureLink
+    | SendLend
+    | SendOpen
+    | ReadBlocks
+    | CancelRead
+    | Verify
+    | ClearBlocks
+    | SendRelease
+    | SendDrop
+    | Emit
+)
 
 
 class Pull:
@@ -142,6 +162,8 @@ class Pull:
         self._num_tokens = num_tokens
         self._verify = verify
         self._checksums: tuple[bytes, ...] = ()
+        self._damage = ""
+        """Why our blocks are being cleared; empty if they are not."""
         self._runs: tuple[BlockRun, ...] = ()
         self._groups: Groups = ()
         """What the producer leases, once it has said so."""
@@ -169,12 +191,16 @@ class Pull:
     @property
     def over(self) -> bool:
         """It has ended, and nothing is written any more."""
-        return not self.live and not self._reading
+        return not self.live and not self._writing
 
     @property
     def reading(self) -> bool:
         """A read is in flight, or has failed and is not quiescent."""
         return bool(self._reading)
+
+    @property
+    def _writing(self) -> bool:
+        return self.reading or bool(self._damage)
 
     @property
     def backend(self) -> str:
@@ -301,10 +327,22 @@ class Pull:
         return self._quiesced()
 
     def verified(self, mismatch: str) -> list[Effect]:
-        """The checksums were compared; `mismatch` is the first difference, empty if there is none."""
+        """The checksums were compared; `mismatch` is the first difference, empty if there is none.
+
+        What is damaged does not stay: a prompt that is computed in these blocks leaves the rest of its last
+        one, and attention multiplies that by 0, which makes NaN of an infinity.
+        """
         if self.state is not PullState.VERIFYING:
             return []
-        return self.fail("checksum", mismatch) if mismatch else self._release()
+        if not mismatch:
+            return self._release()
+        self._damage = mismatch
+        return [ClearBlocks(tuple(run.ids for run in self._runs))]
+
+    def cleared(self) -> list[Effect]:
+        """The blocks hold zeros."""
+        damage, self._damage = self._damage, ""
+        return self.fail("checksum", damage) if self.live else self._quiesced()
 
     def released(self, now: float, valid: bool) -> list[Effect]:
         """The producer's verdict on what was read."""
@@ -367,7 +405,7 @@ class Pull:
         failed = PullFailed(
             transfer_id=self.transfer_id,
             reason=reason,
-            quiescent=not self._reading,
+            quiescent=not self._writing,
             detail=detail,
             backend=self._backend,
             first_tokens=self._first_tokens,
@@ -442,7 +480,7 @@ class Pull:
         if not self._checksums:
             return self._release()
         self._transition(PullState.VERIFYING)
-        return [Verify(all_blocks(self._runs), self._checksums)]
+        return [Verify(tuple(run.ids for run in self._runs), self._checksums)]
 
     def _release(self) -> list[Effect]:
         self._transition(PullState.RELEASING)
@@ -450,7 +488,7 @@ class Pull:
         return [SendRelease(read_ok=True)]
 
     def _quiesced(self) -> list[Effect]:
-        if self._reading or self.state is not PullState.FAILED:
+        if self._writing or self.state is not PullState.FAILED:
             return []
         return [Emit(PullQuiescent(transfer_id=self.transfer_id))]
 

@@ -22,7 +22,7 @@ from kvferry.transfer.layout import MAX_GROUPS, MAX_REGIONS, KVGeometry, Placeme
 from kvferry.transfer.plane import MAX_LOAN_BLOCKS
 from kvferry.transfer.sampled_tokens import SampledTokens
 
-VERSIONS = (2, 2)
+VERSIONS = (3, 3)
 """The lowest and the highest version that is spoken here. What ranks send each other counts too: a backend's
 frames change with a version of this.
 """
@@ -36,6 +36,7 @@ MAX_IDS = 4096
 _Id = Annotated[str, Meta(min_length=1, max_length=128)]
 _Word = Annotated[str, Meta(max_length=256)]
 _Count = Annotated[int, Meta(ge=0, le=1 << 40)]
+_Share = Annotated[float, Meta(ge=0, le=1)]
 _Seconds = Annotated[float, Meta(ge=0, le=3600)]
 _Blob = Annotated[bytes, Meta(max_length=1 << 16)]
 _Sums = Annotated[bytes, Meta(max_length=MAX_FRAME_BYTES)]
@@ -79,7 +80,8 @@ _Engines = Annotated[dict[_Word, EngineDescription], Meta(max_length=64)]
 class Hello(_Frame, frozen=True, tag="hello"):
     """Begin a link. `transfers` are those to choose from, the consumer's best first.
 
-    `verify_kv`: the consumer accepts no KV without checksums. `versions`: the lowest and the highest that it
+    `verify_kv`: the share of transfers (`plane.is_sampled`) of which the consumer accepts no KV without
+    checksums. `versions`: the lowest and the highest that it
     speaks.
     """
 
@@ -89,7 +91,7 @@ class Hello(_Frame, frozen=True, tag="hello"):
     weights: _Word
     transfers: Annotated[tuple[_Word, ...], Meta(max_length=16)]
     host_id: _Word
-    verify_kv: bool
+    verify_kv: _Share
     ranks: Annotated[tuple[_Engines, ...], Meta(max_length=1024)]
     versions: tuple[_Version, _Version]
 
@@ -136,8 +138,8 @@ class Opened(_Frame, frozen=True, tag="opened"):
     then those of the next. Without `groups` there is one, leased from the prompt's beginning.
 
     `ready`: those are all, and `first_tokens` are what the prefill sampled, if it is known. `checksums` are
-    of a producer that verifies: 4 bytes (`transfer.checksum`) for each block and each head of each rank
-    (`layout.num_columns`), in this order.
+    of a producer that verifies this transfer: 4 bytes (`transfer.checksum`) for each block and each of its
+    group's heads (`layout.num_columns`), in this order.
     """
 
     transfer_id: _Id

@@ -183,7 +183,7 @@ class LeaseTable:
         max_ended: int = MAX_ENDED,
     ) -> None:
         self._lease_s = lease_s
-        self._max_blocks = max_blocks
+        self.max_blocks = max_blocks
         self._max_staged = max_staged
         self._max_ended = max_ended
         self._live: dict[TransferId, _Lease] = {}
@@ -334,7 +334,7 @@ class LeaseTable:
         lease.reader = consumer
         self._renew(now, lease)
         effects += self._supersede(lease)
-        grant = lease.grant(have, self._max_blocks)
+        grant = lease.grant(have, self.max_blocks)
         if grant is not None:
             return [*effects, CompleteOpen(waiter, transfer_id, grant)]
         if wait_s <= 0:
@@ -470,7 +470,7 @@ class LeaseTable:
     def _complete_parked(self, lease: _Lease) -> list[Effect]:
         if lease.parked is None:
             return []
-        grant = lease.grant(lease.parked.have, self._max_blocks)
+        grant = lease.grant(lease.parked.have, self.max_blocks)
         if grant is None:
             return []
         waiter, lease.parked = lease.parked.waiter, None

@@ -19,7 +19,7 @@ from kvferry.transfer.control.endpoints import Caller, ControlServer
 from kvferry.transfer.events import LeaseEnded, LoanRequested
 from kvferry.transfer.ids import DuplicateTransfer, Incarnation, TransferId
 from kvferry.transfer.layout import differences, num_columns
-from kvferry.transfer.plane import MAX_LOAN_S, BlockRun, PlaneConfig, all_blocks
+from kvferry.transfer.plane import MAX_LOAN_S, BlockRun, PlaneConfig, one_group
 from kvferry.transfer.producer.checksum_publisher import ChecksumPublisher
 from kvferry.transfer.producer.lease import CompleteOpen, Denied, Effect, Freed, LeaseTable, NotYet
 from kvferry.transfer.ranks.group import RankGroup
@@ -46,6 +46,11 @@ class _LoanRequest:
     limit_s: float
 
 
+def share_text(share: float) -> str:
+    """How much is verified, in words."""
+    return {0.0: "off", 1.0: "on"}.get(share, f"{share:g}")
+
+
 class Producer:
     """Lends prompts' blocks to readers. Every method commits before it returns.
 
@@ -58,13 +63,12 @@ class Producer:
         self._config = config
         self._ranks = ranks
         self._emit = emit
-        columns = num_columns(config.geometry, config.num_ranks) if config.verify_kv else 0
-        self._table = LeaseTable(
-            config.lease_s,
-            max_blocks=wire.max_blocks(columns * SUM_BYTES),
-            max_staged=config.max_staged,
+        self._table = LeaseTable(config.lease_s, max_blocks=wire.max_blocks(0), max_staged=config.max_staged)
+        self._publisher = (
+            ChecksumPublisher(ranks, config.verify_kv, self._advance, self._ready)
+            if config.verify_kv
+            else None
         )
-        self._publisher = ChecksumPublisher(ranks, self._advance, self._ready) if config.verify_kv else None
         self._server = ControlServer(self._requested, config.cluster_key)
         self._timer: asyncio.TimerHandle | None = None
         self._hellos: dict[bytes, float] = {}
@@ -77,7 +81,12 @@ class Producer:
         self.loans = 0
 
     def start(self, context: zmq.Context[zmq.Socket[bytes]]) -> int:
-        """Bind the control channel, and return its port."""
+        """Bind the control channel, and return its port. Every rank has reported."""
+        if self._publisher is not None:
+            placements = self._ranks.placements
+            groups = range(len(placements[0].groups))
+            columns = max(num_columns(placements, group) for group in groups)
+            self._table.max_blocks = wire.max_blocks(columns * SUM_BYTES)
         return self._server.start(context, self._config.bind_host, self._config.control_port)
 
     def close(self) -> None:
@@ -110,7 +119,7 @@ class Producer:
         now = time.monotonic()
         effects = self._table.register(now, transfer_id, runs, num_tokens, ids_hash, timeout_s)
         if self._publisher is not None:
-            self._publisher.register(transfer_id, all_blocks(runs))
+            self._publisher.register(transfer_id, runs)
         self._perform(effects)
 
     def grant_prefix(
@@ -140,7 +149,7 @@ class Producer:
             return False
         self.loans += 1
         if self._publisher is not None:
-            self._publisher.register(transfer_id, block_ids)
+            self._publisher.register(transfer_id, one_group(block_ids))
         self._perform(effects)
         self.ready(transfer_id, None)
         return True
@@ -247,8 +256,8 @@ class Producer:
             return "weights", config.weights, hello.weights
         if not set(hello.transfers) & set(self._ranks.transfers):
             return "transfers", ",".join(self._ranks.transfers), ",".join(hello.transfers)
-        if hello.verify_kv and not config.verify_kv:
-            return "verify_kv", "off", "on"
+        if hello.verify_kv > config.verify_kv:
+            return "verify_kv", share_text(config.verify_kv), share_text(hello.verify_kv)
         return None
 
     def _open(self, caller: Caller, request: wire.Open) -> None:

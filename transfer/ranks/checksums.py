@@ -20,8 +20,10 @@ _SLICE_BYTES = 8 << 20
 @dataclass(slots=True)
 class _Job:
     command: SumBlocks
-    parts: list[SumTable] = field(default_factory=list)
+    parts: list[list[SumTable]] = field(default_factory=list)
+    """By group."""
     done: int = 0
+    """Blocks of the group that is being summed."""
 
 
 class RankSums:
@@ -49,10 +51,20 @@ class RankSums:
         if self._sums is None:
             self._sums = PoolSums(self._pool)
         job = self._jobs[0]
-        count = max(1, _SLICE_BYTES // self._sums.block_bytes)
-        job.parts.append(self._sums.sums(job.command.blocks[job.done : job.done + count]))
+        if not job.done:
+            job.parts.append([])
+        group = len(job.parts) - 1
+        blocks = job.command.blocks[group]
+        count = max(1, _SLICE_BYTES // max(1, self._sums.block_bytes(group)))
+        part = blocks[job.done : job.done + count]
+        if job.command.clear:
+            self._sums.clear(group, part)
+        job.parts[group].append(self._sums.sums(group, part))
         job.done += count
-        if job.done >= len(job.command.blocks):
+        if job.done < len(blocks):
+            return
+        job.done = 0
+        if len(job.parts) == len(job.command.blocks):
             self._jobs.popleft()
-            sums = pack_sums(np.concatenate(job.parts))
+            sums = tuple(pack_sums(np.concatenate(parts)) for parts in job.parts)
             self._report(BlocksSummed(rank=self._rank, number=job.command.number, sums=sums))

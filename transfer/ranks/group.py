@@ -50,9 +50,11 @@ class RankEvents(Protocol):
 class _Sums:
     """Checksums that the ranks are computing."""
 
-    num_blocks: int
-    on_sums: Callable[[SumTable], None]
-    parts: dict[int, SumTable] = field(default_factory=dict)
+    num_blocks: tuple[int, ...]
+    """By group."""
+    on_sums: Callable[[list[SumTable]], None]
+    parts: dict[int, list[SumTable]] = field(default_factory=dict)
+    """By rank, then by group."""
 
 
 class RankGroup:
@@ -135,13 +137,22 @@ class RankGroup:
         for rank, command in enumerate(commands):
             self._send(rank, command)
 
-    def sum_blocks(self, blocks: Sequence[int], on_sums: Callable[[SumTable], None]) -> None:
-        """Have every rank sum some blocks. `on_sums` is called once, with a row per block and a column for
-        every head of every rank, in order of rank.
+    def sum_blocks(self, blocks: Sequence[Sequence[int]], on_sums: Callable[[list[SumTable]], None]) -> None:
+        """Have every rank sum some blocks of each group. `on_sums` is called once, with a table for each
+        group: a row per block and `layout.num_columns`, in order of rank.
         """
+        self._sum_blocks(blocks, on_sums, clear=False)
+
+    def clear_blocks(self, blocks: Sequence[Sequence[int]], on_cleared: Callable[[], None]) -> None:
+        """Have every rank write zeros over some blocks of each group. `on_cleared` is called once."""
+        self._sum_blocks(blocks, lambda _: on_cleared(), clear=True)
+
+    def _sum_blocks(
+        self, blocks: Sequence[Sequence[int]], on_sums: Callable[[list[SumTable]], None], *, clear: bool
+    ) -> None:
         number = next(self._sum_numbers)
-        self._sums[number] = _Sums(len(blocks), on_sums)
-        self.broadcast(wire.SumBlocks(number=number, blocks=tuple(blocks)))
+        self._sums[number] = _Sums(tuple(map(len, blocks)), on_sums)
+        self.broadcast(wire.SumBlocks(number=number, clear=clear, blocks=tuple(map(tuple, blocks))))
 
     def broadcast(self, command: wire.Command) -> None:
         """Send a command to every rank."""
@@ -230,7 +241,10 @@ class RankGroup:
 
     def _blocks_summed(self, report: wire.BlocksSummed) -> None:
         sums = self._sums[report.number]
-        sums.parts[report.rank] = unpack_sums(report.sums, sums.num_blocks)
+        sums.parts[report.rank] = [
+            unpack_sums(packed, count) for packed, count in zip(report.sums, sums.num_blocks, strict=True)
+        ]
         if len(sums.parts) == self._num_ranks:
             del self._sums[report.number]
-            sums.on_sums(np.concatenate([sums.parts[rank] for rank in range(self._num_ranks)], axis=1))
+            by_group = zip(*(sums.parts[rank] for rank in range(self._num_ranks)), strict=True)
+            sums.on_sums([np.concatenate(tables, axis=1) for tables in by_group])

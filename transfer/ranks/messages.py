@@ -81,10 +81,14 @@ class Rebuild(msgspec.Struct, frozen=True, kw_only=True, tag="rebuild"):
 
 
 class SumBlocks(msgspec.Struct, frozen=True, kw_only=True, tag="sum_blocks"):
-    """Sum what some blocks hold now (`transfer.checksum`); comes to one `BlocksSummed`."""
+    """Sum what some blocks of each group hold now (`transfer.checksum`); comes to one `BlocksSummed`.
+
+    `clear`: write zeros over them first.
+    """
 
     number: int
-    blocks: tuple[int, ...]
+    clear: bool = False
+    blocks: tuple[tuple[int, ...], ...]
 
 
 class Serve(msgspec.Struct, frozen=True, kw_only=True, tag="serve"):
@@ -134,11 +138,13 @@ class ReadQuiescent(msgspec.Struct, frozen=True, kw_only=True, tag="read_quiesce
 
 
 class BlocksSummed(msgspec.Struct, frozen=True, kw_only=True, tag="blocks_summed"):
-    """One rank's sums of the blocks that a `SumBlocks` named, a row per block and a column per head."""
+    """One rank's sums of the blocks that a `SumBlocks` named: by group, a row per block and a column per
+    head.
+    """
 
     rank: int
     number: int
-    sums: bytes
+    sums: tuple[bytes, ...]
 
 
 Command = Welcome | Connect | CloseLink | Read | CancelRead | Rebuild | SumBlocks | Serve

@@ -64,6 +64,7 @@ async def test_what_was_damaged_on_its_way_is_thrown_away_and_the_next_is_not() 
         failed = await decode.event(PullFailed)
         assert (failed.reason, failed.quiescent) == ("checksum", True)
         assert "1 of 20 slices differ, first block 20, head 1" in failed.detail
+        assert not any(decode.heads(block).any() for block in OURS), "nothing of it is left"
         assert (await prefill.event(LeaseEnded)).transfer_id == damaged
         decode.plane.pull(sound, prefill.remote(4), one_group([12]), 10.0)
         await decode.event(PullDone)
@@ -102,14 +103,15 @@ async def test_a_lease_that_ends_while_it_is_summed_is_over() -> None:
 class StandInRanks:
     """Sums when the test says so."""
 
-    asked: list[tuple[tuple[int, ...], Callable[[SumTable], None]]] = field(default_factory=list)
+    asked: list[tuple[tuple[int, ...], Callable[[list[SumTable]], None]]] = field(default_factory=list)
 
-    def sum_blocks(self, blocks: Sequence[int], on_sums: Callable[[SumTable], None]) -> None:
-        self.asked.append((tuple(blocks), on_sums))
+    def sum_blocks(self, blocks: Sequence[Sequence[int]], on_sums: Callable[[list[SumTable]], None]) -> None:
+        (group,) = blocks
+        self.asked.append((tuple(group), on_sums))
 
     def sum_next(self) -> None:
         blocks, on_sums = self.asked.pop(0)
-        on_sums(np.array([[block] for block in blocks], dtype=np.uint32))
+        on_sums([np.array([[block] for block in blocks], dtype=np.uint32)])
 
 
 def test_a_reader_hears_of_blocks_only_after_every_rank_has_summed_them() -> None:
@@ -118,11 +120,12 @@ def test_a_reader_hears_of_blocks_only_after_every_rank_has_summed_them() -> Non
     ranks = StandInRanks()
     sealer = ChecksumPublisher(
         cast(RankGroup, ranks),
+        1.0,
         advance=lambda _, readable, sums: said.append((readable, *sums)),
         ready=lambda _, sums: said.append(("ready", *sums)),
     )
     transfer_id = TransferId("t")
-    sealer.register(transfer_id, [7, 8, 9])
+    sealer.register(transfer_id, one_group([7, 8, 9]))
     sealer.advance(transfer_id, 1)
     sealer.advance(transfer_id, 2)
     sealer.ready(transfer_id)
@@ -131,7 +134,7 @@ def test_a_reader_hears_of_blocks_only_after_every_rank_has_summed_them() -> Non
     assert (said, [blocks for blocks, _ in ranks.asked]) == ([(1, b"\7\0\0\0")], [(8, 9)])
     ranks.sum_next()
     assert said[1:] == [("ready", b"\x08\0\0\0", b"\x09\0\0\0")]
-    sealer.register(TransferId("forgotten"), [1])
+    sealer.register(TransferId("forgotten"), one_group([1]))
     sealer.ready(TransferId("forgotten"))
     sealer.forget(TransferId("forgotten"))
     ranks.sum_next()

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kvferry.transfer.consumer.pull import (
     MAX_ATTEMPTS,
+    ClearBlocks,
     Emit,
     EnsureLink,
     GroupRead,
@@ -364,7 +365,7 @@ def verifying() -> Pull:
     pull.opened(2.0, Grant(False, 0, (3, 4), 40, "hash", (b"3", b"4")))
     pull.opened(2.0, Grant(True, 2, (5,), 40, "hash", (b"5",)))
     assert pull.read_ended(0, GOOD) == []
-    assert pull.read_ended(1, GOOD) == [Verify((11, 12), (b"4", b"5"))]
+    assert pull.read_ended(1, GOOD) == [Verify(((11, 12),), (b"4", b"5"))]
     return pull
 
 
@@ -378,7 +379,8 @@ def test_what_was_read_is_verified_before_the_proof_is_asked_for() -> None:
 
 def test_what_differs_from_its_checksums_is_thrown_away() -> None:
     pull = verifying()
-    effects = pull.verified("one slice differs")
+    assert pull.verified("one slice differs") == [ClearBlocks(((11, 12),))]
+    effects = pull.cleared()
     assert effects[0] == SendRelease(read_ok=False)
     failed = failure(effects)
     assert (failed.reason, failed.detail, failed.quiescent) == ("checksum", "one slice differs", True)
@@ -389,6 +391,16 @@ def test_a_pull_that_ends_while_it_verifies_does_not_wait_for_the_sums() -> None
     pull = verifying()
     assert failure(pull.fail("deadline")).reason == "deadline"
     assert pull.verified("") == []
+
+
+@pytest.mark.parametrize("end", ["fail", "lost"])
+def test_blocks_that_are_being_cleared_are_given_back_when_they_are(end: str) -> None:
+    """I3: the ranks still write zeros over them."""
+    pull = verifying()
+    pull.verified("one slice differs")
+    failed = failure(getattr(pull, end)("deadline"))
+    assert (failed.reason, failed.quiescent, pull.over) == ("deadline", False, False)
+    assert pull.cleared() == [Emit(PullQuiescent(transfer_id="t"))] and pull.over
 
 
 def test_blocks_without_checksums_are_not_taken_where_they_are_wanted() -> None:
