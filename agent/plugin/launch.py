@@ -137,6 +137,8 @@ class EngineServerOptions(ServerOptions, PlaneOptions, LogOptions):
 
     KV transfer:
         transfer: KV transfer backend; auto takes the best that works between two servers.
+        verify_kv: Share of the prompts, from 0 to 1, whose KV is checksummed; prefill servers need as large a
+            share as the decode servers.
 
     Timeouts:
         start_timeout_s: How long the engine may take until it serves.
@@ -149,6 +151,7 @@ class EngineServerOptions(ServerOptions, PlaneOptions, LogOptions):
     model: str
     engine_python: str = sys.executable
     transfer: PluginTransfer = "auto"
+    verify_kv: float = 0.0
     start_timeout_s: float = START_S
 
     @property
@@ -166,6 +169,7 @@ class EngineServerOptions(ServerOptions, PlaneOptions, LogOptions):
             "proxy": list(self.proxy),
             "transfer": self.transfer,
             "transfer_options": self.transfer_options,
+            "verify_kv": self.verify_kv,
             "lease_s": self.lease_s,
             "pull_timeout_s": self.pull_timeout_s,
             "drain_socket": drain_socket,

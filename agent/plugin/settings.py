@@ -14,6 +14,7 @@ from kvferry.agent.announce.proxy_names import check_proxy
 from kvferry.common.addresses import WILDCARDS
 
 _Seconds = Annotated[float, Meta(gt=0, le=86_400)]
+Share = Annotated[float, Meta(ge=0, le=1)]
 MAX_PROXIES = 64
 PluginBackend = Literal["cuda_ipc", "nixl", "tcp"]
 """Those of the backends (`transfer.options`) that were tried in vLLM, best first."""
@@ -43,6 +44,8 @@ class PluginSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         lease_s: Seconds without a renewal after which a lease expires and its blocks are freed.
         pull_timeout_s: Deadline for pulling one prompt's KV, from when there is room for it.
         hold_timeout_s: How long a lease is renewed for a request that waits for room.
+        verify_kv: Share of the prompts, from 0 to 1, whose KV is checksummed; a server that lends needs as
+            large a share as those that fetch.
         cluster_key: File made by `kvferry keygen`, the same as the proxies'.
         drain_socket: Unix socket of the process that has started the server: it asks there for a drain, and
             hears there when the server has drained.
@@ -59,6 +62,7 @@ class PluginSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     lease_s: _Seconds = 10.0
     pull_timeout_s: _Seconds = 30.0
     hold_timeout_s: _Seconds = 120.0
+    verify_kv: Share = 0.0
     cluster_key: str | None = None
     drain_socket: str = ""
 

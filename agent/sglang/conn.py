@@ -108,6 +108,7 @@ class KvferryManager(CommonKVManager):
                 weights=weights,
                 host_id=host_id(),
                 rank_addresses=(self._worker.address,),
+                verify_kv=settings.verify_kv,
                 curve_secret=None if key is None else key.secret.decode(),
             )
             self.plane = PlaneThread(config, start_timeout_s=_START_S, parent=api_process())

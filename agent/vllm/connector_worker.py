@@ -17,6 +17,7 @@ from kvferry.agent.ids import host_id
 from kvferry.agent.plugin.settings import NotServed, PluginBackend, PluginSettings
 from kvferry.agent.process.run_dir import private_run_dir
 from kvferry.agent.vllm.kv_groups import RankShape, layer_caches
+from kvferry.transfer.checksum import PoolSums
 from kvferry.transfer.memory import device_name, pool_of_layers
 from kvferry.transfer.plane import RankAddress
 from kvferry.transfer.ranks.worker import WorkerConnector
@@ -67,6 +68,8 @@ class KvferryConnectorWorker:
         layers = [layer_caches(group, caches, shape) for group in groups]
         try:
             pool = pool_of_layers([[each.view for each in group] for group in layers], shape.num_blocks)
+            if settings.verify_kv:
+                PoolSums(pool)  # it raises now what would end the rank later
         except ValueError as error:
             raise NotServed(f"the KV cache's layout is not served: {error}") from error
         self._resources = ExitStack()

@@ -87,6 +87,7 @@ def start_connector_scheduler(
         weights=server.weights,
         host_id=server.host_id,
         rank_addresses=tuple(rank.address for rank in ranks),
+        verify_kv=settings.verify_kv,
         curve_secret=None if key is None else key.secret.decode(),
     )
     plane = PlaneThread(plane_config, start_timeout_s=_START_S, parent=api_process())

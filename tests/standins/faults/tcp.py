@@ -10,17 +10,19 @@ itself is never touched.
     truncate:after=A       announce and send only the first A bytes
     delay:seconds=S        wait before the first byte
     reorder:seconds=S      answer the next request of that connection first, if one comes within S
+    bit:seed=N             XOR 0x40 into the top byte of one random element
 
 `count=N` limits any of them to the first N transfers.
 """
 
 from __future__ import annotations
 
+import random
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, cast
@@ -35,7 +37,7 @@ from kvferry.transfer.memory import PoolMemory
 if TYPE_CHECKING:
     import torch
 
-Kind = Literal["flip", "drop", "stall", "truncate", "delay", "reorder"]
+Kind = Literal["flip", "drop", "stall", "truncate", "delay", "reorder", "bit"]
 
 _KEYS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
@@ -45,9 +47,12 @@ _KEYS: Mapping[str, frozenset[str]] = MappingProxyType(
         "truncate": frozenset({"after"}),
         "delay": frozenset({"seconds"}),
         "reorder": frozenset({"seconds"}),
+        "bit": frozenset({"seed"}),
     }
 )
 
+VARIABLE = "KVFERRY_TEST_TCP_FAULT"
+"""An environment variable with the fault of servers that have no flag for it (`faulty_connector`)."""
 FLIPPED_BIT = 0x40
 """The one bit of an element's top byte whose flip moves attention visibly (docs/sources.md#pytorch)."""
 
@@ -61,6 +66,7 @@ class Fault:
     end: int = 0
     after: int = 0
     seconds: float = 0.0
+    seed: int = 0
     count: int | None = None
 
 
@@ -80,6 +86,7 @@ class FaultInjector:
     def __init__(self, fault: Fault) -> None:
         self._fault = fault
         self._left = float("inf") if fault.count is None else fault.count
+        self.random = random.Random(fault.seed)
 
     def next(self) -> Fault | None:
         """What the next transfer suffers."""
@@ -113,6 +120,7 @@ def parse_fault(spec: str) -> Fault:
         end=int(values.get("end", 0)),
         after=int(values.get("after", 0)),
         seconds=float(values.get("seconds", 0.0)),
+        seed=int(values.get("seed", 0)),
         count=int(values["count"]) if "count" in values else None,
     )
 
@@ -202,6 +210,9 @@ class FaultyTcpSession(TcpSession):
         match fault.kind:
             case "flip":
                 body = flip(body, fault, self._item_bytes)
+            case "bit":
+                at = self._faults.random.randrange(nbytes // self._item_bytes) * self._item_bytes
+                body = flip(body, replace(fault, start=at, end=at + self._item_bytes), self._item_bytes)
             case "truncate":
                 body = _first(body, fault.after)
                 nbytes = sum(map(len, body))

@@ -102,9 +102,12 @@ class Server:
         transfer: str = "tcp",
         control_port: int = 0,
         remote: Collection[int] = (),
+        verify_kv: float = 0.0,
         **changes: Any,
     ) -> None:
-        settings = read_settings({"control_port": control_port, "lease_s": 1.0, "transfer": transfer})
+        settings = read_settings(
+            {"control_port": control_port, "lease_s": 1.0, "transfer": transfer, "verify_kv": verify_kv}
+        )
         heads = len(split_heads(HEADS, tp_size, 0))
         make = hybrid_caches if order == "hybrid" else caches
         self.caches = [make(order, heads, seed + rank) for rank in range(tp_size)]
