@@ -21,6 +21,7 @@ def test_options_go_to_sglang_or_to_the_plane() -> None:
         tp=2,
         proxy=("127.0.0.1:1", "dns:proxies"),
         lease_s=2.5,
+        verify_kv=0.05,
         name="one",
     )
     words = config.command(["--page-size", "16"], "")
@@ -33,6 +34,7 @@ def test_options_go_to_sglang_or_to_the_plane() -> None:
     settings = read_settings(environ, host="127.0.0.1", port=30000, own_ip="10.0.0.1")
     assert settings.proxy == config.proxy
     assert (settings.lease_s, settings.name, settings.drain_socket) == (2.5, "one", "/run/drain")
+    assert settings.verify_kv == 0.05
     assert settings.advertise_url == "http://127.0.0.1:30000"
 
 

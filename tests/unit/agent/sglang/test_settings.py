@@ -69,16 +69,18 @@ def test_settings_are_read() -> None:
         KVFERRY_PROXY="10.0.0.9:36367,dns:proxies",
         KVFERRY_LEASE_S="2.5",
         KVFERRY_TRANSFER="nixl",
+        KVFERRY_VERIFY_KV="0.05",
         KVFERRY_PORT="x",
     )
     assert settings.proxy == ("10.0.0.9:36367", "dns:proxies")
-    assert (settings.lease_s, settings.transfer) == (2.5, "nixl")
+    assert (settings.lease_s, settings.transfer, settings.verify_kv) == (2.5, "nixl", 0.05)
 
 
 @pytest.mark.parametrize(
     ("name", "value", "named"),
     [
         ("LEASE_S", "0", "lease_s"),
+        ("VERIFY_KV", "2", "verify_kv"),
         ("TRANSFER", "cuda_ipc", "never tried"),
         ("CONTROL_PORT", "many", "control_port"),
     ],
