@@ -65,6 +65,10 @@ class ProxyConfig(HttpOptions, TraceOptions, LogOptions):
         split_min_tokens: Requests with fewer uncached prompt tokens than this (an estimate) are served by one
             decode agent alone; 0 splits every request. With auto and the policies least_work, an agent of
             role both serves a request alone where that takes less time.
+        ttft_objective_s: Objective for the time to the first token, in seconds, of requests without the
+            header x-slo-ttft-ms. least_work takes agents that are predicted to keep it, if there are any.
+            Slower streams are counted, and the alerts of deploy/monitoring go by that.
+        tpot_objective_s: Objective for the mean time per token, likewise; the header is x-slo-tpot-ms.
         stream_pull_min_tokens: The KV of prompts with at least this many uncached tokens (an estimate) is
             pulled while the prefill runs; 0 disables this. Default: prompts of more than one prefill chunk.
         prefix_pull_min_tokens: A prefill agent that lacks at least this many tokens of a prompt's beginning
@@ -118,11 +122,6 @@ class ProxyConfig(HttpOptions, TraceOptions, LogOptions):
         agent_ca: PEM file with the authority that signed the agents' certificates. With it, only https agents
             may register; without it, https agents are verified against the system's authorities.
 
-    Metrics:
-        ttft_objective_s: Objective for the time to the first token of a streamed request, in seconds. Slower
-            requests are counted, and the alerts of deploy/monitoring go by that.
-        tpot_objective_s: Objective for the mean time per token of a streamed request, in seconds.
-
     Logs:
         log_prompts: Include the beginning of every prompt in the request log.
     """
@@ -147,6 +146,8 @@ class ProxyConfig(HttpOptions, TraceOptions, LogOptions):
     prefill_policy: PolicyName = "least_work"
     decode_policy: PolicyName = "least_work"
     split_min_tokens: int | Literal["auto"] = "auto"
+    ttft_objective_s: float = 2.0
+    tpot_objective_s: float = 0.1
     stream_pull_min_tokens: int | None = None
     prefix_pull_min_tokens: int = 128
     decode_only_fallback: bool = True
@@ -171,8 +172,6 @@ class ProxyConfig(HttpOptions, TraceOptions, LogOptions):
     allow_address: str = ""
     cluster_key: Path | None = None
     agent_ca: Path | None = None
-    ttft_objective_s: float = 2.0
-    tpot_objective_s: float = 0.1
     log_prompts: bool = False
 
     def __post_init__(self) -> None:

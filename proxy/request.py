@@ -9,6 +9,7 @@ decoding checks the syntax without making objects. What is decoded has bounds of
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -40,6 +41,8 @@ _OF_TOKEN_IDS = b"0123456789,[]" + _SPACE
 
 Count = Annotated[int, Meta(ge=1)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+MIN_OBJECTIVE_MS, MAX_OBJECTIVE_MS = 0.1, 3_600_000.0
+_MS = re.compile(r"[0-9]{1,7}(\.[0-9]{1,6})?")
 NO_SEED = -1
 """A client's seed that asks for none, as vLLM takes it."""
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -57,6 +60,18 @@ class RequestHead:
     def header(self, name: bytes) -> str | None:
         value = self.headers.get(name)
         return None if value is None else value.decode("latin-1")
+
+    def objective_s(self, name: str) -> float | None:
+        """Return an objective of the client's, which the header has in ms. Raises `InvalidRequest`."""
+        value = self.header(name.encode())
+        if value is None:
+            return None
+        if not _MS.fullmatch(value) or not MIN_OBJECTIVE_MS <= float(value) <= MAX_OBJECTIVE_MS:
+            least, most = MIN_OBJECTIVE_MS, int(MAX_OBJECTIVE_MS)
+            raise InvalidRequest(
+                f"the header {name} must be a number of ms, from {least} to {most}", param=name
+            )
+        return float(value) / 1000
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -130,7 +145,8 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
     keeps the prefixes of those who have another one apart. `include_timing`: whether the answer should report
     how long its parts took. `hints`: which fields have no effect where they cannot have any; only kvferry's
     agents read that, so it is no part of `body`. `undivided`: whether one agent must do it all, since
-    logprobs of the prompt itself are requested, or nothing but the prompt.
+    logprobs of the prompt itself are requested, or nothing but the prompt. `ttft_s` and `tpot_s` are the
+    objectives of the client's headers, in seconds.
     """
 
     endpoint: Endpoint
@@ -152,6 +168,8 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
     continuous_usage: bool = False
     cache_salt: Raw = field(default_factory=Raw)
     hints: Raw = field(default_factory=Raw)
+    ttft_s: float | None = None
+    tpot_s: float | None = None
 
     @property
     def sequences(self) -> int:

@@ -159,7 +159,7 @@ class Completions:
             if rate_limit is not None and rate_limit.counts_tokens:
                 context = self._max_model_len(request.model)
                 tokens = TokenReservation(rate_limit, request, context, time.monotonic())
-            request = writer.count_tokens(request)
+            request = writer.count_tokens(_with_objectives(request, head))
             log.set_request(request, show_prompt=self._log_prompts)
             ids = new_identity(
                 endpoint,
@@ -245,6 +245,13 @@ def _parse_body(
 ) -> ClientRequest:
     request = parse_request(endpoint, raw if translation is None else translation.chat_request(raw))
     return request if salt_key is None else salted(request, salt_key)
+
+
+def _with_objectives(request: ClientRequest, head: RequestHead) -> ClientRequest:
+    ttft_s, tpot_s = head.objective_s("x-slo-ttft-ms"), head.objective_s("x-slo-tpot-ms")
+    if ttft_s is None and tpot_s is None:
+        return request
+    return msgspec.structs.replace(request, ttft_s=ttft_s, tpot_s=tpot_s)
 
 
 class ResponseWriter:

@@ -271,5 +271,6 @@ def make_router(settings: FleetSettings, slots: Slots) -> Router:
         settings.split_min_tokens,
         settings.stream_pull_min_tokens,
         settings.prefix_pull_min_tokens,
-        settings.ttft_objective_s / settings.tpot_objective_s,
+        settings.ttft_objective_s,
+        settings.tpot_objective_s,
     )

@@ -343,7 +343,8 @@ class Metrics:
             LabelledCounter(
                 "kvferry_proxy_missed_objectives",
                 "Streamed requests that were slower than an objective: their first token than "
-                "--ttft-objective-s (ttft), or their mean time per token than --tpot-objective-s (tpot).",
+                "--ttft-objective-s (ttft), or their mean time per token than --tpot-objective-s (tpot), or "
+                "than the objectives of the request itself.",
                 ("objective", MODEL),
             )
         )

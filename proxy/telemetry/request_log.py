@@ -196,6 +196,8 @@ class RequestLog:
         """The latest attempt's."""
         self._transfer_ids: list[TransferId] = []
         self._choices = 1
+        self._ttft_objective_s = metrics.ttft_objective_s
+        self._tpot_objective_s = metrics.tpot_objective_s
         self._model = ""
         self._agents: tuple[str, str] | None = None
         """Where the latest attempt's prefill and decode legs go."""
@@ -248,6 +250,8 @@ class RequestLog:
     def set_request(self, request: ClientRequest, *, show_prompt: bool = False) -> None:
         """Record the parsed request. `show_prompt`: log its prompt too."""
         self._choices = request.sequences
+        self._ttft_objective_s = request.ttft_s or self._ttft_objective_s
+        self._tpot_objective_s = request.tpot_s or self._tpot_objective_s
         self._model = self._timeline.model = request.model[:MAX_MODEL_CHARS]
         in_flight, before = self._metrics.in_flight, self._model_metrics
         self._model_metrics = self._metrics.of_model(request.model)
@@ -305,7 +309,7 @@ class RequestLog:
             self.first_text_at = self._timeline.first_text_at = now
             ttft = now - self.arrived_at
             self._model_metrics.ttft.observe(ttft)
-            if ttft > self._metrics.ttft_objective_s:
+            if ttft > self._ttft_objective_s:
                 self._metrics.missed_objectives.add(("ttft", self._model_metrics.model), 1)
             if self.trace is not None:
                 self.trace.add_first_token(now)
@@ -369,7 +373,7 @@ class RequestLog:
         tpot = self.time_per_token()
         if tpot is not None:
             of_model.tpot.observe(tpot)
-            if tpot > self._metrics.tpot_objective_s:
+            if tpot > self._tpot_objective_s:
                 self._metrics.missed_objectives.add(("tpot", of_model.model), 1)
         if self.trace is not None:
             self.trace.end(status, code, self._phase_since)

@@ -15,6 +15,8 @@ So, of a request whose prompt takes w seconds, and whose answer has L tokens:
 A second of decoding counts v times as much as one before the first token: as much as the objectives say of an
 answer of L tokens, `ttft_objective_s / (L * tpot_objective_s)`. A pair costs the sum of both. A server alone
 costs the same without a transfer; what comes while its prompt waits and is computed delays its answer.
+Objectives come first: a choice that is predicted to miss one, the request's own or else the fleet's, is taken
+only where all miss one.
 What a server reports is corrected by how wrong it was (`Bias`).
 """
 
@@ -22,6 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from typing import Protocol
 
 from kvferry.proxy.fleet.snapshot import Node, Prediction
 from kvferry.proxy.wire.registration import Incarnation
@@ -33,16 +36,39 @@ MAX_SHARE = 0.95
 """A share that is measured as all of the time leaves some for decoding: steps do both."""
 
 
+Cost = tuple[bool, float]
+"""Whether an objective is predicted to be missed, and the cost in seconds; so the least is the best."""
+UNKNOWN: Cost = (True, math.inf)
+
+
+def add(first: Cost, second: Cost) -> Cost:
+    """Return the cost of both."""
+    return first[0] or second[0], first[1] + second[1]
+
+
+class CostedRequest(Protocol):
+    """What a cost is of, as `RoutingRequest` describes it."""
+
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def decoded_sequences(self) -> int: ...
+    @property
+    def ttft_s(self) -> float | None: ...
+    @property
+    def tpot_s(self) -> float | None: ...
+
+
 class RouteCosts:
-    """Costs on the router's clock, by which `now` is to be set; infinite while no agent of the model has
+    """Costs at one moment (`at`); `UNKNOWN` while no agent of the model has
     measured what they go by.
 
     Args:
         sequences: Returns how many sequences an agent has.
         prefills: Those of them that are prefill legs of pairs, by agent.
         predicted: Of the last prompt that was sent to an agent.
-        first_token_tokens: For how many tokens of an answer its first one counts: the objective for the time
-            to it, over the one for the time per token.
+        ttft_s: Objective for the time to the first token, of requests without one of their own.
+        tpot_s: The same for the time per token.
     """
 
     def __init__(
@@ -50,56 +76,76 @@ class RouteCosts:
         sequences: Callable[[Node], int],
         prefills: Mapping[Incarnation, int],
         predicted: Mapping[Incarnation, Prediction],
-        first_token_tokens: float,
+        ttft_s: float,
+        tpot_s: float,
     ) -> None:
-        self.now = 0.0
+        self._now = 0.0
+        self._states: dict[Incarnation, tuple[float, int, float]] = {}
         self._sequences = sequences
         self._prefills = prefills
         self._predicted = predicted
-        self._first_token_tokens = first_token_tokens
+        self._ttft_s = ttft_s
+        self._tpot_s = tpot_s
 
-    def prefill(self, node: Node, tokens: int) -> float:
-        """Return the cost of the prefill leg of a prompt of so many tokens."""
-        token_s = node.speed.token_s
-        if token_s is None:
-            return math.inf
+    def at(self, now: float) -> None:
+        """Begin another choice, at this time on the router's clock."""
+        self._now = now
+        self._states.clear()
+
+    def prefill(self, node: Node, request: CostedRequest) -> Cost:
+        """Return the cost of the prefill leg."""
         queue_s, decoding, _ = self._state(node)
-        return queue_s + tokens * token_s * node.bias.prefill * (1.0 + decoding * self._weight(node))
+        return self._prefilling(node, request, queue_s, decoding)
 
-    def decode(self, node: Node, count: int) -> float:
-        """Return the cost of a decode leg of so many sequences, whose prompt another server computes."""
+    def decode(self, node: Node, request: CostedRequest) -> Cost:
+        """Return the cost of the decode leg, where another server computes the prompt."""
         queue_s, decoding, share = self._state(node)
-        return self._decoding(node, count, queue_s + node.speed.pull_s, decoding, share)
+        return self._decoding(node, request, queue_s + node.speed.pull_s, decoding, share)
 
-    def alone(self, node: Node, tokens: int, count: int) -> float:
+    def alone(self, node: Node, request: CostedRequest) -> Cost:
         """Return the cost of both."""
         queue_s, decoding, share = self._state(node)
-        delay_s = (queue_s + tokens * (node.speed.token_s or 0.0) * node.bias.prefill) * share
-        return self.prefill(node, tokens) + self._decoding(node, count, delay_s, decoding, share)
+        delay_s = (queue_s + request.tokens * (node.speed.token_s or 0.0) * node.bias.prefill) * share
+        return add(
+            self._prefilling(node, request, queue_s, decoding),
+            self._decoding(node, request, delay_s, decoding, share),
+        )
 
     def predict(self, prefill: Node, decode: Node, tokens: int, count: int) -> Prediction | None:
         """Return when a prompt that is sent to the server now is computed, and the time per token of so many
         sequences at the other, or the same; None if nothing has been measured.
         """
-        token_s, now = prefill.speed.token_s, self.now
+        token_s, now = prefill.speed.token_s, self._now
         if token_s is None:
             return None
         work_s = tokens * token_s * prefill.bias.prefill
-        state = queue_s, _, _ = self._state(prefill)
+        queue_s, _, _ = self._state(prefill)
         last = self._predicted.get(prefill.info.incarnation)
         burst = 0.0 if last is None else last.share * math.exp((last.at - now) / BURST_S)
-        _, others, share = state if prefill is decode else self._state(decode)
+        _, others, share = self._state(decode)
         step_s = self._step(decode, others + count, share) if count else None
         return Prediction(now, now + queue_s + work_s, burst + work_s / BURST_S, step_s)
 
-    def _decoding(self, node: Node, count: int, delay_s: float, others: int, share: float) -> float:
+    def _prefilling(self, node: Node, request: CostedRequest, queue_s: float, others: int) -> Cost:
+        token_s = node.speed.token_s
+        if token_s is None:
+            return UNKNOWN
+        work_s = request.tokens * token_s * node.bias.prefill
+        late = queue_s + work_s > (request.ttft_s or self._ttft_s)
+        return late, queue_s + work_s * (1.0 + others * self._weight(node))
+
+    def _decoding(
+        self, node: Node, request: CostedRequest, delay_s: float, others: int, share: float
+    ) -> Cost:
+        count = request.decoded_sequences
         if not count:
-            return 0.0
+            return False, 0.0
         own_s, sequence_s = self._step(node, others + count, share), node.speed.sequence_s
         if own_s is None or sequence_s is None:
-            return math.inf
+            return UNKNOWN
         others_s = others * sequence_s * node.bias.decode
-        return self._weight(node) * count * (delay_s + node.speed.answer_tokens * (own_s + others_s))
+        late = own_s > (request.tpot_s or self._tpot_s)
+        return late, self._weight(node) * count * (delay_s + node.speed.answer_tokens * (own_s + others_s))
 
     def _step(self, node: Node, count: int, share: float) -> float | None:
         """Return the time per token of so many sequences, while prompts take that share of the time."""
@@ -109,14 +155,17 @@ class RouteCosts:
         return (step_s + count * sequence_s) * node.bias.decode / (1.0 - min(share, MAX_SHARE))
 
     def _weight(self, node: Node) -> float:
-        return self._first_token_tokens / max(1.0, node.speed.answer_tokens)
+        return self._ttft_s / self._tpot_s / max(1.0, node.speed.answer_tokens)
 
     def _state(self, node: Node) -> tuple[float, int, float]:
         """Return the seconds until a prompt that is sent now is begun; the sequences that are decoded there,
         or will be once their prompts are computed; and the share of the agent's time that prompts take:
         lately, or of those sent a moment ago, which may be a burst.
         """
-        info, now = node.info, self.now
+        info, now = node.info, self._now
+        known = self._states.get(info.incarnation)
+        if known is not None:
+            return known
         capacity, last = info.capacity, self._predicted.get(info.incarnation)
         reported_s = None if capacity is None else capacity.backlog_s
         queue_s = 0.0
@@ -127,4 +176,6 @@ class RouteCosts:
             if reported_s is None or last.at >= node.heard_at:
                 queue_s = max(queue_s, last.first_token_at - now)
             share = max(share, min(1.0, last.share * math.exp((last.at - now) / BURST_S)))
-        return queue_s, max(0, self._sequences(node) - self._prefills.get(info.incarnation, 0)), share
+        decoding = max(0, self._sequences(node) - self._prefills.get(info.incarnation, 0))
+        self._states[info.incarnation] = state = queue_s, decoding, share
+        return state

@@ -18,7 +18,7 @@ from typing import Literal
 from kvferry.common.hashing import Purpose, digest
 from kvferry.proxy.fleet.pairing import Leg
 from kvferry.proxy.fleet.routing.candidates import Candidates, Listed
-from kvferry.proxy.fleet.routing.costs import RouteCosts
+from kvferry.proxy.fleet.routing.costs import UNKNOWN, Cost, RouteCosts, add
 from kvferry.proxy.fleet.routing.routing_request import CHUNK_TOKENS, PrefixLender, RoutingRequest
 from kvferry.proxy.fleet.snapshot import Node
 from kvferry.proxy.wire.dialects import NATIVE_DIALECT, serves_alone
@@ -75,8 +75,9 @@ class RoundRobin(Policy):
 
 
 class LeastWork(Policy):
-    """The one where the leg costs least (`RouteCosts`); while none has measured anything, the one with the
-    fewest sequences. Costs that are about equal in turn, so that an idle fleet is used evenly.
+    """The one where the leg costs least (`RouteCosts`) of those that are predicted to keep the objectives, if
+    any is; while none has measured anything, the one with the fewest sequences. Costs that are about equal in
+    turn, so that an idle fleet is used evenly.
 
     Of more than a few, it compares some, others at each turn: almost as even as the least of all, and several
     proxies that see the same pings do not all run to the same agent (Mitzenmacher, "The Power of Two Choices
@@ -94,7 +95,7 @@ class LeastWork(Policy):
         return candidates.least_loaded(turn) if least is None else least[1]
 
     def pick_alone(self, candidates: Candidates, request: RoutingRequest, turn: int) -> Node:
-        least = _least(candidates, lambda node: self._alone(node, request), turn)
+        least = _least(candidates, lambda node: self._costs.alone(node, request), turn)
         return candidates.least_loaded(turn) if least is None else least[1]
 
     def pair(
@@ -103,29 +104,24 @@ class LeastWork(Policy):
         """Return the prefill agent and the partner that costs least, or twice an agent of role `both` that
         costs less alone; None if no cost is known.
         """
-        count, tokens = request.decoded_sequences, request.tokens
 
-        def beside(node: Node) -> float:
-            return math.inf if node is prefill else self._costs.decode(node, count)
+        def beside(node: Node) -> Cost:
+            return UNKNOWN if node is prefill else self._costs.decode(node, request)
 
-        def alone(node: Node) -> float:
+        def alone(node: Node) -> Cost:
             may_choose = node.info.role == "both" and serves_alone(node.info.dialect, "decode")
-            return self._costs.alone(node, tokens, count) if may_choose else math.inf
+            return self._costs.alone(node, request) if may_choose else UNKNOWN
 
         decode = _least(partners, beside, turn)
         if "both" in (prefill.info.role, decode and decode[1].info.role):
-            by_itself, cost = _least(partners, alone, turn), self._costs.prefill(prefill, tokens)
-            if by_itself is not None and (decode is None or by_itself[0] <= cost + decode[0]):
+            by_itself, cost = _least(partners, alone, turn), self._costs.prefill(prefill, request)
+            if by_itself is not None and (decode is None or by_itself[0] <= add(cost, decode[0])):
                 return by_itself[1], by_itself[1]
         return decode and (prefill, decode[1])
 
-    def _cost(self, node: Node, request: RoutingRequest) -> float:
-        if self._leg == "prefill":
-            return self._costs.prefill(node, request.tokens)
-        return self._costs.decode(node, request.decoded_sequences)
-
-    def _alone(self, node: Node, request: RoutingRequest) -> float:
-        return self._costs.alone(node, request.tokens, request.decoded_sequences)
+    def _cost(self, node: Node, request: RoutingRequest) -> Cost:
+        costs = self._costs
+        return costs.prefill(node, request) if self._leg == "prefill" else costs.decode(node, request)
 
 
 class Session(Policy):
@@ -270,7 +266,7 @@ def _rank(session: str, address: str) -> bytes:
     return digest(Purpose.SESSION, session, address, size=8)
 
 
-def _least(candidates: Candidates, cost: Callable[[Node], float], turn: int) -> tuple[float, Node] | None:
+def _least(candidates: Candidates, cost: Callable[[Node], Cost], turn: int) -> tuple[Cost, Node] | None:
     """Return the least cost and its agent; of equals the first, counted from the one whose turn it is. None
     if no cost is known.
     """
@@ -280,5 +276,8 @@ def _least(candidates: Candidates, cost: Callable[[Node], float], turn: int) -> 
     looks = count if count <= ALL_LOOKS else MAX_LOOKS
     looked = [candidates[(turn + at * (count // looks)) % count] for at in range(looks)]
     costs = [cost(node) for node in looked]
-    most = (1.0 + TIE) * min(costs)
-    return next((each for each in zip(costs, looked, strict=True) if each[0] <= most < math.inf), None)
+    late, least_s = min(costs)
+    if not least_s < math.inf:
+        return None
+    most = late, (1.0 + TIE) * least_s
+    return next((each for each in zip(costs, looked, strict=True) if each[0] <= most), None)

@@ -83,7 +83,7 @@ class Router:
         stream_pull_min_tokens: A prompt of which at least this many tokens must be computed is pulled
             meanwhile; None takes those of more than one of the prefill agent's chunks, 0 takes none.
         prefix_pull_min_tokens: From how many tokens on a prompt's beginning is worth pulling; 0: never.
-        first_token_tokens: As `RouteCosts` takes it.
+        ttft_objective_s: As `RouteCosts` takes it, as is the other one.
     """
 
     def __init__(
@@ -94,10 +94,13 @@ class Router:
         split_min_tokens: int | None = 0,
         stream_pull_min_tokens: int | None = 0,
         prefix_pull_min_tokens: int = 0,
-        first_token_tokens: float = 20.0,
+        ttft_objective_s: float = 2.0,
+        tpot_objective_s: float = 0.1,
     ) -> None:
         slots = loads.slots
-        self._costs = RouteCosts(loads.at, slots.prefills, slots.predicted, first_token_tokens)
+        self._costs = RouteCosts(
+            loads.at, slots.prefills, slots.predicted, ttft_objective_s, tpot_objective_s
+        )
         self._policies: dict[Leg, Policy] = {
             "prefill": _policy(prefill, self._costs, "prefill"),
             "decode": _policy(decode, self._costs, "decode"),
@@ -125,7 +128,7 @@ class Router:
         no others are left. With `apart`, no agent is paired with itself. With `decode_only`, a decode agent
         serves alone where no prefill agent is ready, or the canary has taken out all pairs.
         """
-        self._costs.now = now
+        self._costs.at(now)
         for agents in (_without(snapshot, exclude), snapshot) if exclude else (snapshot,):
             chosen = self._choose(agents, request, turns, apart)
             if decode_only and not apart and is_decode_only(snapshot, request.model, chosen):

@@ -34,7 +34,8 @@ class RoutingRequest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     It is read only for `tokens` and `chunks`. `n`: how many sequences it makes, of how many `prompts`.
     `one_token`: one token of each is enough. `undivided`: one agent should serve all of it. `session`: the
     client's session id.
-    `cache_salt`: agents share prefixes only among requests with the same one.
+    `cache_salt`: agents share prefixes only among requests with the same one. `ttft_s` and `tpot_s`: the
+    client's objectives, the time to the first token and per token; None leaves the fleet's.
     """
 
     model: str
@@ -45,6 +46,8 @@ class RoutingRequest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     undivided: bool = False
     session: str | None = None
     cache_salt: bytes = b""
+    ttft_s: float | None = None
+    tpot_s: float | None = None
 
     @cached_property
     def tokens(self) -> int:
@@ -118,6 +121,8 @@ def routing_request(request: ClientRequest, session: str | None) -> RoutingReque
         undivided=request.undivided,
         session=session,
         cache_salt=bytes(request.cache_salt),
+        ttft_s=request.ttft_s,
+        tpot_s=request.tpot_s,
     )
 
 

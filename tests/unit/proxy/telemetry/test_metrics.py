@@ -138,6 +138,30 @@ async def test_phases_queue_and_requests_in_flight_say_the_model(start_stage: St
     assert stage.metric('kvferry_proxy_phase_seconds_count{model_name=""}') == 0
 
 
+async def test_a_request_may_have_objectives_of_its_own(start_stage: StartStage) -> None:
+    stage = await start_stage(ttft_objective_s=0.0001, tpot_objective_s=1000.0)
+    await stage.pair()
+    headers = {"x-slo-ttft-ms": "60000", "X-SLO-TPOT-ms": "0.1"}
+    body = {"model": MODEL, "stream": True, **APIS["completions"]}
+    async with stage.post(body, headers=headers) as response:
+        assert response.status == 200 and await response.read()
+    missed = 'kvferry_proxy_missed_objectives_total{{objective="{}",model_name="{}"}}'
+    assert [stage.metric(missed.format(each, MODEL)) for each in ("ttft", "tpot")] == [0, 1]
+
+
+@pytest.mark.parametrize("header", ["x-slo-ttft-ms", "x-slo-tpot-ms"])
+@pytest.mark.parametrize(
+    "value", ["", "0", "-1", "nan", "inf", "1e3", "3600001", "0.01", "1_000", "1,5", "9" * 400]
+)
+async def test_an_objective_that_is_none_is_refused_by_name(stage: Stage, header: str, value: str) -> None:
+    await stage.pair()
+    body = {"model": MODEL, **APIS["completions"]}
+    async with stage.post(body, headers={header: value}) as response:
+        answer = await response.json()
+    assert (response.status, answer["error"]["param"]) == (400, header)
+    assert header in answer["error"]["message"] and len(answer["error"]["message"]) < 100
+
+
 @pytest.mark.parametrize("alone", [False, True], ids=["pair", "alone"])
 async def test_what_was_predicted_of_requests_is_compared_with_what_came(stage: Stage, alone: bool) -> None:
     capacity = Capacity(token_s=1e-4, step_s=1e-4, sequence_s=0.0, answers=1, answer_tokens=5)

@@ -146,6 +146,33 @@ def test_an_agent_that_takes_longer_than_predicted_gets_fewer_prompts_after_a_wh
     assert stage.route(SHORT)[0] == 100
 
 
+@pytest.mark.parametrize(
+    ("objective_s", "taken"),
+    [(None, 100), (0.8, 101), (0.1, 100)],
+    ids=["fleet's", "own", "none can keep it"],
+)
+def test_agents_that_keep_the_objectives_come_before_those_that_cost_less(
+    objective_s: float | None, taken: int
+) -> None:
+    stage = Stage()
+    stage.ping("prefill", 100)  # 1 s, delays nobody
+    fast = msgspec.structs.replace(MEASURED, token_s=0.00005, backlog_s=0.2)
+    stage.ping("prefill", 101, fast, load=load(20))  # 0.7 s, delays others
+    stage.ping("decode", 200)
+    request = RoutingRequest(model="m", prompt=LONG.prompt, ttft_s=objective_s)
+    assert {stage.route(request, keep=False)[0] for _ in range(4)} == {taken}
+
+
+def test_an_objective_per_token_reserves_an_agent_that_decodes_little() -> None:
+    stage = Stage()
+    for port, running in ((100, 0), (101, 12)):
+        stage.ping("both", port, MEASURED, load=load(running))
+    stage.ping("both", 100, msgspec.structs.replace(MEASURED, backlog_s=5.0))
+    assert stage.route(SHORT, keep=False) == (101, 101), "22 ms per token"
+    strict = RoutingRequest(model="m", prompt=SHORT.prompt, tpot_s=0.015)
+    assert stage.route(strict, keep=False)[1] == 100, "11 ms per token"
+
+
 @pytest.mark.parametrize("first", [0.1, 1e-300, 1e300, 5.0])
 def test_a_correction_is_the_ratio_of_means_and_forgets(first: float) -> None:
     error = MeanError()
@@ -186,14 +213,18 @@ def test_a_correction_keeps_its_bounds(times: list[tuple[Any, Any]], repeated: i
 
 
 @settings(max_examples=200, deadline=None)
-@given(agents=AGENTS, later=CAPACITIES, took=st.lists(TIMES, min_size=1, max_size=8))
+@given(agents=AGENTS, later=CAPACITIES, took=st.lists(TIMES, min_size=1, max_size=8), objectives=TIMES)
 def test_a_wrong_figure_changes_where_requests_go_and_nothing_else(
-    agents: list[Any], later: Capacity | None, took: list[tuple[float | None, float | None]]
+    agents: list[Any],
+    later: Capacity | None,
+    took: list[tuple[float | None, float | None]],
+    objectives: tuple[float | None, float | None],
 ) -> None:
-    """Whatever agents report, and however long requests take: a pair that fits and is ready, wherever one is
-    without any figures; and corrections within their bounds.
+    """Whatever agents report, whatever the objectives are, and however long requests take: a pair that fits
+    and is ready, wherever one is without any figures; and corrections within their bounds.
     """
     stage, plain = Stage(), Stage()
+    request = RoutingRequest(model="m", prompt=SHORT.prompt, ttft_s=objectives[0], tpot_s=objectives[1])
     for at, (role, capacity, _, running) in enumerate(agents):
         stage.ping(role, 100 + at, capacity, load=load(running))
         plain.ping(role, 100 + at, None, load=load(running))
@@ -205,7 +236,7 @@ def test_a_wrong_figure_changes_where_requests_go_and_nothing_else(
         replace(node, prefill_share=share) for node, (_, _, share, _) in zip(shot.nodes, agents, strict=True)
     )
     for seconds in took:
-        found = stage.router.route(shot, SHORT, now=1.0)
+        found = stage.router.route(shot, request, now=1.0)
         expected = plain.router.route(plain.registry.snapshot(), SHORT, now=1.0)
         assert isinstance(found, Pair) == isinstance(expected, Pair)
         if isinstance(found, Pair):

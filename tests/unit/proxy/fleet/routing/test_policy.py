@@ -42,7 +42,7 @@ def busy(nodes: Sequence[Node], *loads: int) -> Listed:
 
 
 def least_work(leg: Leg) -> LeastWork:
-    return LeastWork(RouteCosts(lambda _: 0, {}, {}, 20.0), leg)
+    return LeastWork(RouteCosts(lambda _: 0, {}, {}, 2.0, 0.1), leg)
 
 
 def idle(nodes: Sequence[Node]) -> Listed:
