@@ -106,8 +106,8 @@ def _flags_of(command: str, words: Sequence[str]) -> Mapping[str, tuple[str, ...
         return flag_values(_named(agent)) | {"--config": (), "--attach": ()}
     if command in ("serve", "up"):
         for part, chosen in _named("kvferry.deploy.up:CHOSEN").items():
-            if part == "vllm":
-                continue  # only vLLM knows its options
+            if part in ENGINES:
+                continue  # only the engine knows its options
             of_part = flag_values(_named(SETTINGS["proxy"] if part == "proxy" else agent))
             flags |= {
                 f"--{part}.{flag.removeprefix('--')}": values

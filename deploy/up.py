@@ -19,6 +19,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from rich.console import Console
@@ -26,8 +27,8 @@ from rich.text import Text
 
 from kvferry.agent.cli import checked as check_agent_config
 from kvferry.agent.config import AgentConfig, Engine
-from kvferry.agent.plugin.launch import START_S, CannotStart
-from kvferry.agent.vllm.launch import VllmEngineConfig, choose_engine, inspect_environment
+from kvferry.agent.plugin.launch import START_S, CannotStart, EngineServerOptions
+from kvferry.agent.vllm.launch import VllmEngineConfig, choose_engine
 from kvferry.common.exceptions import message_of
 from kvferry.common.http.tls import BadCertificate, pinned_context
 from kvferry.common.options import Source, collect, exit_with, make, read_settings
@@ -48,7 +49,9 @@ from kvferry.proxy.config import checked as check_proxy_config
 from kvferry.transfer.options import TransferChoice
 
 ROLES: tuple[Role, ...] = ("prefill", "decode", "both")
-PARTS = ("agent", *ROLES, "proxy", "vllm")
+ENGINES: Mapping[str, type[EngineServerOptions]] = MappingProxyType({"vllm": VllmEngineConfig})
+"""Other engines than ours: each is a part too, by which its own options are given."""
+PARTS = ("agent", *ROLES, "proxy", *ENGINES)
 _AGENTS_CHOSEN = frozenset(
     {
         *("config", "model", "engine", "engine-python", "role", "name"),
@@ -232,17 +235,17 @@ class PartOptions:
         make(AgentConfig, {"model": model, "role": role} | values, prog=self._prog, check=check)
         return values
 
-    def vllm_server(self, role: Role, model: str, chosen: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the options of the vLLM servers of one role: those `chosen`, and those that were given."""
-        values = self._collected(VllmEngineConfig, "agent") | self._collected(VllmEngineConfig, role)
-        values = {**chosen, **values}
-        make(VllmEngineConfig, {"model": model, "role": role} | values, prog=self._prog)
+    def server(self, engine: str, role: Role, model: str, chosen: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options of another engine's servers of one role: those `chosen`, and those given."""
+        settings = ENGINES[engine]
+        values = {**chosen, **self._collected(settings, "agent"), **self._collected(settings, role)}
+        make(settings, {"model": model, "role": role} | values, prog=self._prog)
         return values
 
-    def vllm_words(self) -> tuple[str, ...]:
-        """Return the options of vLLM itself, as words of its command line."""
+    def engine_words(self, engine: str) -> tuple[str, ...]:
+        """Return the options of another engine itself, as words of its command line."""
         words: list[str] = []
-        for source in self._sources["vllm"]:
+        for source in self._sources[engine]:
             if isinstance(source, Mapping):
                 words += (word for name, value in source.items() for word in _flag_words(name, value))
             else:
@@ -280,7 +283,7 @@ class PartOptions:
 
 
 def _flag_words(name: str, value: Any) -> list[str]:
-    """Return an option of vLLM's as words. What is off has a flag of its own there."""
+    """Return another engine's option as words. What is off has a flag of its own in vLLM."""
     name = name.replace("_", "-")
     if isinstance(value, bool):
         return [f"--{name}" if value else f"--no-{name}"]
@@ -303,11 +306,15 @@ def cluster_spec(config: UpConfig, parts: PartOptions) -> ClusterSpec:
             parts.check_unused(role, "no agent of this role is started")
     names = [(role, f"{role}-{index}") for role in ROLES for index in range(getattr(config, role))]
     if config.otlp_endpoint is not None:
-        traced = ("proxy",) if config.engine == "vllm" else ("proxy", "agent")
+        traced = ("proxy",) if config.engine in ENGINES else ("proxy", "agent")
         parts.put_before({"otlp_endpoint": config.otlp_endpoint}, *traced)
     if config.log_format != "text":
         parts.put_before({"log_format": config.log_format}, "proxy", "agent")
-    agents = (_vllm_servers if config.engine == "vllm" else _own_agents)(config, parts, names)
+    for name, engine in ENGINES.items():
+        if name != config.engine:
+            why = f"no {engine.engine_name} server is started, as --engine {name} does"
+            parts.check_unused(name, why)
+    agents = (_other_servers if config.engine in ENGINES else _own_agents)(config, parts, names)
     proxy_settings, proxy = parts.proxy()
     return ClusterSpec(
         model=config.model,
@@ -325,7 +332,6 @@ def cluster_spec(config: UpConfig, parts: PartOptions) -> ClusterSpec:
 def _own_agents(
     config: UpConfig, parts: PartOptions, names: Sequence[tuple[Role, str]]
 ) -> tuple[AgentSpec, ...]:
-    parts.check_unused("vllm", "no vLLM server is started, as --engine vllm does")
     is_here, threads = config.on == "local", _threads(config)
     device = config.device or "cpu"
     chosen = {"tp": config.tp, "transfer": config.transfer, "device": device, "threads": threads}
@@ -341,22 +347,21 @@ def _own_agents(
     return tuple(agent(number, *each) for number, each in enumerate(names))
 
 
-def _vllm_servers(
+def _other_servers(
     config: UpConfig, parts: PartOptions, names: Sequence[tuple[Role, str]]
 ) -> tuple[AgentSpec, ...]:
     """Raises `CannotStart`."""
-    is_here = config.on == "local"
-    num_gpus = inspect_environment(config.engine_python, count_gpus=True).gpus if is_here else 0
+    is_here, engine = config.on == "local", ENGINES[config.engine]
+    num_gpus = engine.inspect(config.engine_python, count_gpus=True).gpus if is_here else 0
     device = config.device or ("cuda" if num_gpus else "cpu")
     if is_here and (device == "cuda") != (num_gpus > 0):
         found = f"{num_gpus} GPUs" if num_gpus else "no GPU"
         raise CannotStart(f"--device {device}: the PyTorch of {config.engine_python} sees {found}")
     chosen = {"tp": config.tp, "transfer": config.transfer, "engine_python": config.engine_python}
-    own = {role: parts.vllm_server(role, config.model, chosen) for role, _ in names}
-    words = parts.vllm_words()
-    # vLLM's build for CPUs would take all cores for each server.
-    environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(_threads(config))}
-    environment = {name: value for name, value in environment.items() if name not in os.environ}
+    own = {role: parts.server(config.engine, role, config.model, chosen) for role, _ in names}
+    words = parts.engine_words(config.engine)
+    on_cpu = engine.cpu_environment(_threads(config))
+    environment = {name: value for name, value in on_cpu.items() if name not in os.environ}
 
     def server(number: int, role: Role, name: str) -> AgentSpec:
         gpus = {"CUDA_VISIBLE_DEVICES": _visible_gpus(number, config.tp, num_gpus)} if num_gpus else {}
@@ -365,7 +370,7 @@ def _vllm_servers(
             role=role,
             settings=own[role],
             args=("--name", name, "--", *words),
-            module="kvferry.agent.vllm.launch",
+            module=engine.__module__,
             environment=environment if device == "cpu" else gpus,
             listening_timeout_s=START_S,
         )

@@ -148,6 +148,7 @@ class EngineServerOptions(ServerOptions, PlaneOptions, LogOptions):
     """
 
     engine_name: ClassVar[str]
+    """As its makers write it; in lower case it is what `--engine` takes."""
     model: str
     engine_python: str = sys.executable
     transfer: PluginTransfer = "auto"
@@ -183,8 +184,14 @@ class EngineServerOptions(ServerOptions, PlaneOptions, LogOptions):
         model, name = (str(bundled), self.model) if is_bundled else (self.model, None)
         return model, self.served_model_name or name
 
-    def check_environment(self) -> None:
-        """Raise `CannotStart` unless the engine can be started. Takes a second or more."""
+    @classmethod
+    def inspect(cls, python: str, *, count_gpus: bool = False) -> EngineEnvironment:
+        """See `inspect_engine`."""
+        raise NotImplementedError
+
+    @staticmethod
+    def cpu_environment(threads: int) -> dict[str, str]:
+        """Variables with which the engine computes on so many cores."""
         raise NotImplementedError
 
     def command(self, rest: Sequence[str], drain_socket: str) -> list[str]:
@@ -203,7 +210,7 @@ async def run(config: EngineServerOptions, rest: Sequence[str]) -> int:
     """
     stop = StopRequest(config.drain_s)
     stop.on_signals()
-    await asyncio.to_thread(config.check_environment)
+    await asyncio.to_thread(config.inspect, config.engine_python)
     api = f"{config.engine_name}'s API"
     with private_run_dir() as run_dir, port_kept(api, config.host, config.port) as port:
         config, drainer = replace(config, port=port), Drainer(stop)

