@@ -20,7 +20,7 @@ from kvferry.common.shared_options import (
 )
 from kvferry.transfer.options import PlaneOptions, TransferChoice
 
-Engine = Literal["kvferry", "vllm", "auto"]
+Engine = Literal["kvferry", "vllm", "sglang", "auto"]
 """What `--engine` takes."""
 
 START_TIMEOUT_S = 600.0
@@ -46,9 +46,9 @@ class AgentConfig(ServerOptions, PlaneOptions, HttpOptions, TraceOptions, LogOpt
         max_model_len: Longest prompt plus answer, in tokens; the checkpoint's own limit when not given.
 
     Engine:
-        engine: What computes: kvferry's own engine; vllm, a vLLM server, which has other options (--engine
-            vllm --help); or auto, which takes vllm where it is installed and finds a GPU, and says why. It
-            must be given on the command line.
+        engine: What computes: kvferry's own engine; vllm or sglang, a server of that engine, which has other
+            options (--engine vllm --help); or auto, which takes vllm where it is installed and finds a GPU,
+            and says why. It must be given on the command line.
         device: Where the model runs: cpu; cuda, one GPU per rank from GPU 0 on; or cuda:N, from GPU N on.
         block_size: Tokens per KV block.
         kv_blocks: KV blocks in the pool; when not given, enough for 16 sequences of max_model_len on CPU.

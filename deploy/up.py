@@ -28,6 +28,7 @@ from rich.text import Text
 from kvferry.agent.cli import checked as check_agent_config
 from kvferry.agent.config import AgentConfig, Engine
 from kvferry.agent.plugin.launch import START_S, CannotStart, EngineServerOptions
+from kvferry.agent.sglang.launch import SglangEngineConfig
 from kvferry.agent.vllm.launch import VllmEngineConfig, choose_engine
 from kvferry.common.exceptions import message_of
 from kvferry.common.http.tls import BadCertificate, pinned_context
@@ -38,7 +39,7 @@ from kvferry.common.stop import INTERRUPT_DRAIN_S
 from kvferry.common.telemetry.logs import LogFormat
 from kvferry.deploy.doctor.machine import count_gpus
 from kvferry.deploy.http_client import StatusFailed, client_session, fetch_nodes
-from kvferry.deploy.launcher import AgentSpec, Cluster, ClusterSpec, LaunchError
+from kvferry.deploy.launcher import AgentSpec, Cluster, ClusterSpec, LaunchError, listen_error
 from kvferry.deploy.ray.down import DEFAULT_NAMESPACE
 from kvferry.deploy.ray.fleet import RayUnusable, bundle_of, connected
 from kvferry.deploy.ray.serving import serve_on_ray
@@ -49,7 +50,9 @@ from kvferry.proxy.config import checked as check_proxy_config
 from kvferry.transfer.options import TransferChoice
 
 ROLES: tuple[Role, ...] = ("prefill", "decode", "both")
-ENGINES: Mapping[str, type[EngineServerOptions]] = MappingProxyType({"vllm": VllmEngineConfig})
+ENGINES: Mapping[str, type[EngineServerOptions]] = MappingProxyType(
+    {"vllm": VllmEngineConfig, "sglang": SglangEngineConfig}
+)
 """Other engines than ours: each is a part too, by which its own options are given."""
 PARTS = ("agent", *ROLES, "proxy", *ENGINES)
 _AGENTS_CHOSEN = frozenset(
@@ -62,14 +65,20 @@ CHOSEN: dict[str, frozenset[str]] = {
     **dict.fromkeys(("agent", "prefill", "decode", "both"), _AGENTS_CHOSEN),
     "proxy": frozenset({"config", "host", "port", "discovery-port"}),
     "vllm": frozenset({"model", "host", "port", "tensor-parallel-size", "kv-transfer-config"}),
+    "sglang": frozenset(
+        {
+            *("model-path", "model", "host", "port", "tp-size", "tensor-parallel-size", "device"),
+            *(f"disaggregation-{name}" for name in ("mode", "transfer-backend", "bootstrap-port")),
+        }
+    ),
 }
 """Options of each part that `kvferry up` sets itself."""
 _OF_PARTS = (
     "Any option of the processes can be given behind the name of a part: --agent.lease-s 5 is for all "
     "agents, --prefill.kv-blocks 500 and --decode.verify-kv for those of a role, "
     "--proxy.decode-policy session for the proxy. With --engine vllm, --vllm.max-model-len 8192 is for "
-    "vLLM itself, in all servers. In the YAML file of --config they are sections: `agent: {lease-s: 5}`; "
-    "a role's `count` is its number of agents."
+    "vLLM itself, in all servers; --sglang.page-size 16 is SGLang's. In the YAML file of --config they are "
+    "sections: `agent: {lease-s: 5}`; a role's `count` is its number of agents."
 )
 UP = (
     "Start a proxy and its agents, and restart what ends: on this machine, or with --on ray the agents on "
@@ -86,14 +95,17 @@ class UpConfig(TraceOptions):
     """The options of `kvferry up`. Those of the processes follow a part's name: see `PartOptions`.
 
     Model:
-        model: Checkpoint directory, or the name of a bundled model; for vLLM, a name on Hugging Face too.
+        model: Checkpoint directory, or the name of a bundled model; for vLLM and SGLang, a name on Hugging
+            Face too.
 
     Engine:
-        engine: What agents compute with: kvferry's own engine; vllm, servers of vLLM with our connector; or
-            auto, which takes vllm where it is installed and finds a GPU, and says why.
-        engine_python: Python of the environment in which vLLM and kvferry are installed; this one's.
+        engine: What agents compute with: kvferry's own engine; vllm, servers of vLLM with our connector;
+            sglang, servers of SGLang with our plug-in; or auto, which takes vllm where it is installed and
+            finds a GPU, and says why.
+        engine_python: Python of the environment in which vLLM or SGLang and kvferry are installed; this
+            one's.
         device: Where the model runs: cpu, or cuda, where each agent has GPUs of its own if there are enough.
-            Default: cpu; for vLLM, where it can run here.
+            Default: cpu; for vLLM and SGLang, where they can run here.
         tp: Tensor-parallel ranks of every agent.
 
     Processes:
@@ -119,7 +131,7 @@ class UpConfig(TraceOptions):
         log_dir: Folder for one log file per process.
         log_format: Format of these logs: text, or json for one JSON object a line.
         otlp_endpoint: Base URL of an OpenTelemetry collector to which all processes send traces, but for
-            vLLM's: it has options of its own.
+            vLLM's and SGLang's, which have options of their own.
     """
 
     model: str = "ferry-tiny"
@@ -151,6 +163,8 @@ class UpConfig(TraceOptions):
         if self.on == "ray":
             if self.engine == "auto":
                 raise ValueError("engine must be named with --on ray: its nodes may differ; got auto")
+            if self.engine == "sglang":
+                raise ValueError("engine must not be sglang with --on ray: it was never tried")
             bundle_of(self.tp, self.device, self.ray_resources)
             if not re.fullmatch(r"[\w.-]+", self.ray_namespace):
                 raise ValueError(
@@ -172,8 +186,9 @@ class ServeConfig(UpConfig):
 class PartOptions:
     """Options for the processes that `kvferry up` starts: `--agent.lease-s 5` is every agent's `--lease-s 5`.
 
-    The parts are agent (all agents), prefill, decode, both, proxy, and vllm (vLLM's own options, of all
-    servers). A file that `--config` names stands for its settings: what follows it on the command line wins.
+    The parts are agent (all agents), prefill, decode, both, proxy, and vllm and sglang (the engine's own
+    options, of all servers). A file that `--config` names stands for its settings: what follows it on the
+    command line wins.
 
     Raises:
         SystemExit: as `parse_flags` does, for an option that the part does not have, or a bad file.
@@ -247,7 +262,8 @@ class PartOptions:
         words: list[str] = []
         for source in self._sources[engine]:
             if isinstance(source, Mapping):
-                words += (word for name, value in source.items() for word in _flag_words(name, value))
+                for name, value in source.items():
+                    words += _flag_words(name, value, ENGINES[engine].has_off_flags)
             else:
                 words += source
         return tuple(words)
@@ -282,11 +298,15 @@ class PartOptions:
             exit_with(self._prog, f"{where}{part}.{option}: {self._prog} chooses this")
 
 
-def _flag_words(name: str, value: Any) -> list[str]:
-    """Return another engine's option as words. What is off has a flag of its own in vLLM."""
+def _flag_words(name: str, value: Any, has_off_flags: bool) -> list[str]:
+    """Return another engine's option as words. Where what is off has no flag of its own, nothing is on by
+    default.
+    """
     name = name.replace("_", "-")
-    if isinstance(value, bool):
-        return [f"--{name}" if value else f"--no-{name}"]
+    if value is False:
+        return [f"--no-{name}"] if has_off_flags else []
+    if value is True:
+        return [f"--{name}"]
     if isinstance(value, list):
         return [f"--{name}", *map(str, value)]
     return [f"--{name}={value if isinstance(value, str) else json.dumps(value)}"]
@@ -359,17 +379,20 @@ def _other_servers(
         raise CannotStart(f"--device {device}: the PyTorch of {config.engine_python} sees {found}")
     chosen = {"tp": config.tp, "transfer": config.transfer, "engine_python": config.engine_python}
     own = {role: parts.server(config.engine, role, config.model, chosen) for role, _ in names}
-    words = parts.engine_words(config.engine)
+    words = (*(engine.cpu_words() if device == "cpu" else ()), *parts.engine_words(config.engine))
+    option, first = engine.bootstrap_port or ("", 0)
+    ports = (port for port in range(first, 65536) if listen_error(config.host, port) is None)
     on_cpu = engine.cpu_environment(_threads(config))
     environment = {name: value for name, value in on_cpu.items() if name not in os.environ}
 
     def server(number: int, role: Role, name: str) -> AgentSpec:
         gpus = {"CUDA_VISIBLE_DEVICES": _visible_gpus(number, config.tp, num_gpus)} if num_gpus else {}
+        bootstrap = (option, str(next(ports))) if option and role == "prefill" else ()
         return AgentSpec(
             name=name,
             role=role,
             settings=own[role],
-            args=("--name", name, "--", *words),
+            args=("--name", name, "--", *bootstrap, *words),
             module=engine.__module__,
             environment=environment if device == "cpu" else gpus,
             listening_timeout_s=START_S,

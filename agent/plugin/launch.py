@@ -149,6 +149,10 @@ class EngineServerOptions(ServerOptions, PlaneOptions, LogOptions):
 
     engine_name: ClassVar[str]
     """As its makers write it; in lower case it is what `--engine` takes."""
+    has_off_flags: ClassVar[bool] = False
+    """Whether the engine has a flag `--no-…` for each that turns something on."""
+    bootstrap_port: ClassVar[tuple[str, int] | None] = None
+    """The option for the port of a prefill server's bootstrap server and its default, if it has one."""
     model: str
     engine_python: str = sys.executable
     transfer: PluginTransfer = "auto"
@@ -193,6 +197,11 @@ class EngineServerOptions(ServerOptions, PlaneOptions, LogOptions):
     def cpu_environment(threads: int) -> dict[str, str]:
         """Variables with which the engine computes on so many cores."""
         raise NotImplementedError
+
+    @staticmethod
+    def cpu_words() -> tuple[str, ...]:
+        """Words for the engine to compute on a CPU."""
+        return ()
 
     def command(self, rest: Sequence[str], drain_socket: str) -> list[str]:
         """What starts the server; `rest` are words for the engine."""

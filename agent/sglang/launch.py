@@ -33,6 +33,7 @@ class SglangEngineConfig(EngineServerOptions):
     """
 
     engine_name: ClassVar[str] = "SGLang"
+    bootstrap_port: ClassVar[tuple[str, int]] = ("--disaggregation-bootstrap-port", 8998)
     engine: Literal["sglang"] = "sglang"
     role: Role = "prefill"
     on_pull_failure: Literal["fail"] = "fail"
@@ -54,6 +55,11 @@ class SglangEngineConfig(EngineServerOptions):
     @staticmethod
     def cpu_environment(threads: int) -> dict[str, str]:
         return {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(threads)}
+
+    @staticmethod
+    def cpu_words() -> tuple[str, ...]:
+        # Its other ways to keep what a decode server takes back need a GPU's driver.
+        return ("--device", "cpu", "--disaggregation-decode-retraction-backup", "cpu_tensor")
 
     def command(self, rest: Sequence[str], drain_socket: str) -> list[str]:
         """What starts the server."""

@@ -61,6 +61,7 @@ class VllmEngineConfig(EngineServerOptions):
     """
 
     engine_name: ClassVar[str] = "vLLM"
+    has_off_flags: ClassVar[bool] = True
     engine: Literal["vllm"] = "vllm"
 
     def __post_init__(self) -> None:

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from kvferry.agent.plugin.launch import CannotStart
+from kvferry.agent.sglang.launch import SglangEngineConfig
 from kvferry.agent.vllm.launch import VllmEngineConfig
 from kvferry.deploy.launcher import AgentSpec
-from kvferry.deploy.up import PartOptions, UpConfig, cluster_spec
+from kvferry.deploy.up import PartOptions, UpConfig, cluster_spec, main
 
 
 def test_the_form_of_logs_is_that_of_all_processes_unless_one_has_its_own() -> None:
@@ -36,11 +37,11 @@ def test_nothing_is_passed_on_by_default() -> None:
 
 @pytest.fixture
 def python(tmp_path: Path) -> Callable[[int], str]:
-    """Makes a Python whose environment has a served vLLM, and so many GPUs."""
+    """Makes a Python whose environment has a served engine, and so many GPUs."""
 
-    def make(num_gpus: int) -> str:
+    def make(num_gpus: int, version: str = "0.32.0") -> str:
         script = tmp_path / f"python-{num_gpus}"
-        script.write_text(f"#!/bin/sh\necho '[[], \"0.32.0\", {num_gpus}]'\n")
+        script.write_text(f"#!/bin/sh\necho '[[], \"{version}\", {num_gpus}]'\n")
         script.chmod(0o755)
         return str(script)
 
@@ -76,6 +77,51 @@ def test_vllm_servers_get_their_options_and_vllm_its_own(
         assert (made.transfer, made.engine_python) == ("auto", config.engine_python)
         assert made.lease_s == (7.0 if agent.role == "decode" else 5.0)
         assert made.log_format == "json"
+
+
+def test_sglang_servers_get_their_options_and_a_bootstrap_port_each(
+    python: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("OMP_NUM_THREADS", "SGLANG_USE_CPU_ENGINE"):
+        monkeypatch.delenv(name, raising=False)
+    taken = {8999}
+    monkeypatch.setattr("kvferry.deploy.up.listen_error", lambda _, port: "in use" if port in taken else None)
+    file = tmp_path / "up.yaml"
+    file.write_text("sglang: {page-size: 16, skip-server-warmup: true, enable-metrics: false}\n")
+    passed_on = PartOptions("kvferry up", ("--config", str(file), "--decode.lease-s=7"))
+    config = UpConfig(engine="sglang", engine_python=python(0, "0.5.23"), model="m", prefill=2)
+    agents = cluster_spec(config, passed_on).agents
+    ports = {"prefill-0": "8998", "prefill-1": "9000"}
+    assert [agent.name for agent in agents] == [*ports, "decode-0"]
+    for agent in agents:
+        assert agent.module == "kvferry.agent.sglang.launch"
+        bootstrap = ("--disaggregation-bootstrap-port", ports[agent.name]) if agent.name in ports else ()
+        own = ("--page-size=16", "--skip-server-warmup")
+        assert agent.args == ("--name", agent.name, "--", *bootstrap, *SglangEngineConfig.cpu_words(), *own)
+        assert agent.environment["SGLANG_USE_CPU_ENGINE"] == "1"
+        made = SglangEngineConfig(model="m", role=agent.role, **agent.settings)
+        assert made.lease_s == (7.0 if agent.role == "decode" else 10.0)
+    on_gpus = UpConfig(engine="sglang", engine_python=python(2, "0.5.23"), model="m")
+    for gpu, agent in enumerate(cluster_spec(on_gpus, PartOptions("kvferry up", ())).agents):
+        assert agent.environment == {"CUDA_VISIBLE_DEVICES": str(gpu)}
+        assert "--device" not in agent.args
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--both", "1"], "role must be prefill or decode: SGLang has no server of both"),
+        (["--on", "ray"], "engine must not be sglang with --on ray"),
+        (["--vllm.dtype", "half"], "--vllm.dtype: no vLLM server is started, as --engine vllm does"),
+        (["--sglang.device", "cpu"], "--sglang.device: kvferry up chooses this"),
+    ],
+)
+def test_what_sglang_cannot_do_is_named(
+    words: list[str], said: str, python: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["--engine", "sglang", "--engine-python", python(0, "0.5.23"), *words])
+    assert stop.value.code == 2 and said in capsys.readouterr().err
 
 
 def test_vllm_servers_share_the_cores(python: Callable[[int], str], monkeypatch: pytest.MonkeyPatch) -> None:
