@@ -55,12 +55,16 @@ async def running_server(
         yield process.pid
     finally:
         if process.returncode is None:
+            family = list(descendants(process.pid))
             process.terminate()
             try:
                 await asyncio.wait_for(process.wait(), stop_timeout_s)
             except TimeoutError:
                 process.kill()
                 await process.wait()
+            for pid in family:  # one that is ended while it starts may leave them
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
 
 async def _answers(http: aiohttp.ClientSession, url: str) -> bool:
