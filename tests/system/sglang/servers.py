@@ -60,6 +60,8 @@ class SglangServer:
     url: str
     pid: int
     log: Path
+    bootstrap_port: int = 0
+    """Of a prefill server, where decode servers find its ranks."""
 
     @property
     def schedulers(self) -> list[int]:
@@ -106,7 +108,7 @@ async def sglang_server(
     `words`: further flags. `settings`: further environment. Raises `AssertionError` with the end of its log
     when it does not start.
     """
-    port = free_port()
+    port, bootstrap_port = free_port(), free_port()
     url = f"http://127.0.0.1:{port}"
     flags = [*("--model-path", str(model), "--served-model-name", MODEL, "--host", "127.0.0.1")]
     flags += ["--port", str(port), "--tp-size", str(tp), *WORDS]
@@ -115,7 +117,7 @@ async def sglang_server(
         environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(tp)))
     if role is not None:
         flags += ["--disaggregation-mode", role, "--disaggregation-transfer-backend", "kvferry"]
-        flags += ["--disaggregation-bootstrap-port", str(free_port())]
+        flags += ["--disaggregation-bootstrap-port", str(bootstrap_port)]
         environment["KVFERRY_TRANSFER"] = transfer
         if proxy is not None:
             environment["KVFERRY_PROXY"] = proxy
@@ -130,4 +132,4 @@ async def sglang_server(
         start_timeout_s=START_TIMEOUT_S,
         stop_timeout_s=STOP_TIMEOUT_S,
     ) as pid:
-        yield SglangServer(url, pid, log)
+        yield SglangServer(url, pid, log, bootstrap_port)
