@@ -213,6 +213,9 @@ async def test_every_counter_agrees_with_what_was_sent_and_received(cluster: Clu
     assert_legs_counted(growth, served, pulled)
     assert_tokens_counted(growth, served, pulled)
     assert_pulls_counted(growth, pulled)
+    for leg in ("prefill", "decode"):
+        compared = growth.of("kvferry_proxy_prediction_error_ratio_count", "proxy", leg=leg)
+        assert 0 <= compared <= len(served), (leg, "only those that agents with figures served")
     growth.assert_all_looked_at()
 
 
