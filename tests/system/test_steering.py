@@ -85,7 +85,7 @@ async def test_a_cordoned_agent_finishes_what_it_has_and_gets_nothing_new(cluste
         assert served[cordoned.url] == len(long) // 2
         assert served[other.url] == len(long) // 2 + len(short)
         await command(http, cluster, (await nodes(http, cluster))[cordoned.url], "uncordon")
-        await complete_all(cluster.url, short, concurrency=1)
+        await complete_all(cluster.url, short, concurrency=len(short))
         assert total(await scrape(cordoned.url), "kvferry_agent_requests_total") > served[cordoned.url]
 
 
