@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from functools import cache, partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,6 +21,7 @@ from werkzeug.exceptions import HTTPException, MethodNotAllowed, RequestEntityTo
 from kvferry.common.http.browser_guard import BrowserGuard
 from kvferry.common.http.refusals import plain_message
 from kvferry.common.http.server import Header
+from kvferry.common.version import VERSION
 from kvferry.proxy.api import openapi
 from kvferry.proxy.api.auth import ANONYMOUS, ApiKeys, Client, authenticate
 from kvferry.proxy.api.completions import APIS, Completions, error_response
@@ -113,7 +113,7 @@ def create_app(
 
     @app.get("/version")
     async def version_page() -> Response:
-        return Response(msgspec.json.encode({"version": version("kvferry")}), content_type=JSON)
+        return Response(msgspec.json.encode({"version": VERSION}), content_type=JSON)
 
     @app.post("/tokenize")
     async def tokenize() -> Response:
@@ -173,7 +173,7 @@ def create_app(
 
     @cache  # made when it is read: a third of what it takes to wire the application
     def document() -> bytes:
-        return msgspec.json.encode(openapi.document(version("kvferry")))
+        return msgspec.json.encode(openapi.document(VERSION))
 
     @app.get("/openapi.json")
     async def openapi_document() -> Response:

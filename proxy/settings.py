@@ -8,12 +8,12 @@ import ssl
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 
 from kvferry.common.addresses import WILDCARDS, host_port
 from kvferry.common.curve import ClusterKey
 from kvferry.common.engine_servers.description import StaticNode, check_distinct, servers_from_file
 from kvferry.common.http.tls import server_context
+from kvferry.common.version import VERSION
 from kvferry.proxy.api.auth import ApiKeys
 from kvferry.proxy.api.operator.pages import ProxyFacts
 from kvferry.proxy.config import ProxyConfig
@@ -61,6 +61,8 @@ def listening_socket(host: str, port: int, *, shared: bool = False) -> Iterator[
         reason = str(error.strerror).partition(" (while ")[0]  # the address follows, as a tuple
         raise OSError(f"cannot listen on {host_port(host, port)}: {reason}") from error
     with listener:
+        # What it accepts inherits it. asyncio sets it only where the socket names its protocol.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         yield listener
 
 
@@ -80,7 +82,7 @@ def proxy_facts(config: ProxyConfig, discovery_port: Callable[[], int]) -> Calla
     facts = ProxyFacts(
         cluster_name=config.cluster_name,
         machine=socket.gethostname(),
-        version=version("kvferry"),
+        version=VERSION,
         discovery_host="" if config.host in WILDCARDS else config.host,
         has_cluster_key=config.cluster_key is not None,
     )

@@ -9,7 +9,6 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Protocol
 
 import msgspec
@@ -18,6 +17,7 @@ from kvferry.agent.announce.drain_socket import DrainConnection
 from kvferry.agent.announce.membership import Membership
 from kvferry.common.addresses import host_port
 from kvferry.common.curve import ClusterKey
+from kvferry.common.version import VERSION
 from kvferry.proxy.wire.registration import Capacity, Incarnation, Load, NodeState, Register, Role, WorkReport
 from kvferry.transfer.connector import SchedulerConnector
 from kvferry.transfer.control.messages import VERSIONS as CONTROL_VERSIONS
@@ -111,7 +111,7 @@ class Announcement:
         # Made once, not with each ping: this thread shares the interpreter with the engine's scheduler.
         self._geometry = {name: str(value) for name, value in msgspec.structs.asdict(server.geometry).items()}
         self._layout = server.geometry.fingerprint()
-        self._version = version("kvferry")
+        self._version = VERSION
         self._started_at = time.monotonic()
         self._load = load
         self._free_blocks = free_blocks

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Iterator, Sequence
-from importlib.metadata import version
 from itertools import accumulate
 from types import MappingProxyType
 
@@ -26,6 +25,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from kvferry.agent.messages.requests import Stats, Timing
+from kvferry.common.version import VERSION
 from kvferry.proxy.wire.registration import Capacity
 from kvferry.transfer.events import PULL_FAILURE_REASONS, PULL_SECONDS_BOUNDS, PullTimes
 
@@ -79,7 +79,7 @@ class AgentMetrics:
             "kvferry_agent_build_info", "Always 1; the labels say which version runs.", ["version", "python"],
             registry=registry,
         )  # fmt: skip
-        info.labels(version("kvferry"), platform.python_version()).set(1)
+        info.labels(VERSION, platform.python_version()).set(1)
         self._requests = Counter(
             "kvferry_agent_requests",
             "Finished requests by HTTP status. 499: the client or proxy disconnected. A client's request "

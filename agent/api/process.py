@@ -13,7 +13,6 @@ import logging
 import socket
 import ssl
 import time
-from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
@@ -44,6 +43,7 @@ from kvferry.common.http.server import HttpServer
 from kvferry.common.http.tls import server_context
 from kvferry.common.stop import StopRequest
 from kvferry.common.telemetry.tracing import FLUSH_TIMEOUT_S, open_tracing
+from kvferry.common.version import VERSION
 from kvferry.proxy.wire.dialects import NATIVE_DIALECT
 from kvferry.proxy.wire.registration import (
     MAX_TEXT_CHARS,
@@ -127,7 +127,7 @@ class _Agent:
         self._run_dir = run_dir
         self._url = _url("http" if tls is None else "https", config.advertised_host, port)
         self._incarnation = mint_incarnation()
-        self._version = version("kvferry")
+        self._version = VERSION
         self._started_at = time.monotonic()
         self._stop = StopRequest(config.drain_s)
         about = {

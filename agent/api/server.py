@@ -10,7 +10,6 @@ import ssl
 import time
 from collections.abc import AsyncGenerator, Callable
 from functools import partial
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -41,6 +40,7 @@ from kvferry.common.http.browser_guard import AllowedHosts, BrowserGuard
 from kvferry.common.http.refusals import encoding_refusal, plain_message
 from kvferry.common.http.server import GuardedConnection, HttpServer, ServerBounds
 from kvferry.common.json_errors import explain
+from kvferry.common.version import VERSION
 from kvferry.proxy.wire.registration import Incarnation
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def create_app(
 
     @app.get("/version")
     async def version_page() -> Response:
-        return _json(msgspec.json.encode({"version": version("kvferry")}))
+        return _json(msgspec.json.encode({"version": VERSION}))
 
     @app.post("/tokenize")
     async def tokenize() -> Response:

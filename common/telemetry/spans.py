@@ -11,7 +11,6 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from typing import Literal
 
 from opentelemetry import trace
@@ -21,6 +20,8 @@ from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from kvferry.common.version import VERSION
 
 MAX_HEADER_CHARS = 512
 """Longest `traceparent` and `tracestate`: as much as W3C Trace Context would have passed on. A longer one is
@@ -113,11 +114,11 @@ class Tracing:
 
     def __init__(self, endpoint: str | None, about: Attributes) -> None:
         url = None if endpoint is None else endpoint.rstrip("/") + _TRACES_PATH
-        resource = Resource.create({**about, "service.version": version("kvferry")})
+        resource = Resource.create({**about, "service.version": VERSION})
         resource = resource.merge(OTELResourceDetector().detect())
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=url)))
-        self._tracer = self._provider.get_tracer("kvferry", version("kvferry"))
+        self._tracer = self._provider.get_tracer("kvferry", VERSION)
 
     def serve(self, name: str, at: float, headers: Mapping[str, str], attributes: Attributes) -> Span:
         """Begin the span of a request that came at `at`; it continues the trace that the headers name."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from importlib.util import find_spec
 
 import uvloop
@@ -15,6 +14,7 @@ from kvferry.common.exceptions import message_of
 from kvferry.common.http.server import raise_file_limit
 from kvferry.common.http.tls import BadCertificate
 from kvferry.common.options import exit_with
+from kvferry.common.version import VERSION
 from kvferry.deploy.bench.client import BenchFailed
 from kvferry.deploy.bench.config import PROG, BenchConfig, parse_config
 from kvferry.deploy.bench.measurement import BenchResult, measure
@@ -53,7 +53,7 @@ def write(config: BenchConfig, result: BenchResult) -> None:
     screen = Console(width=None if sys.stdout.isatty() else PIPED_COLUMNS)
     screen.print(tables(config, result), highlight=False, markup=False)
     if config.json is not None:
-        config.json.write_bytes(as_json(config, result, version("kvferry")))
+        config.json.write_bytes(as_json(config, result, VERSION))
     if config.plot is not None:
         from kvferry.deploy.bench.plot import write_plot  # matplotlib is an extra
 

@@ -16,6 +16,7 @@ import math
 import time
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from random import Random
 from typing import Any
 
@@ -144,8 +145,11 @@ class Canary:
         self._spent = 0
         self._lock = asyncio.Lock()
         self._waiting = 0
-        # Probes are no client's: their phases, times and failures are counted in none of what is shown.
-        self._unshown = (Metrics(), FailureLog(), Timelines())
+
+    @cached_property
+    def _unshown(self) -> tuple[Metrics, FailureLog, Timelines]:
+        """Probes are no client's: their phases, times and failures are counted in none of what is shown."""
+        return Metrics(), FailureLog(), Timelines()
 
     async def run(self) -> None:
         """Probe pair after pair until cancelled; returns at once where probes are sent by hand only."""

@@ -16,7 +16,6 @@ from bisect import bisect_left
 from collections import Counter as Count
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from itertools import islice, zip_longest
 from operator import add, sub
 from types import MappingProxyType
@@ -35,6 +34,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from kvferry.common.version import VERSION
 from kvferry.proxy.wire.dialects import FOREIGN_DIALECTS
 
 C = TypeVar("C", bound=Collector)
@@ -291,7 +291,7 @@ class Metrics:
             "kvferry_proxy_build_info", "Always 1; the labels say which version runs.", ["version", "python"],
             registry=registry,
         )  # fmt: skip
-        info.labels(version("kvferry"), platform.python_version()).set(1)
+        info.labels(VERSION, platform.python_version()).set(1)
         self.requests = self._register(
             LabelledCounter(
                 "kvferry_proxy_requests",

@@ -1,0 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The version of kvferry that runs."""
+
+from importlib.metadata import version
+
+VERSION = version("kvferry")
+"""Read once: the file of metadata is parsed at each call."""
