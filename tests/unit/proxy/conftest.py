@@ -5,19 +5,22 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import aiohttp
 import pytest
+import pytest_asyncio
 import uvicorn.server
+from prometheus_client import Counter
 from werkzeug.routing import Rule
 
 from kvferry.common.http import server
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.server import RunningProxy, running_proxy
+from kvferry.proxy.telemetry.metrics import LabelledCounter
 from kvferry.proxy.wire.registration import Role
 from tests.standins.agents import StandInAgent
 from tests.unit.proxy.exposition import parse_sample
@@ -82,10 +85,10 @@ class Streamed:
 class Stage:
     """One proxy, and the agents that a test brings on."""
 
-    proxy: RunningProxy
-    http: aiohttp.ClientSession
-    agents: list[StandInAgent]
-    _stack: AsyncExitStack
+    proxy: RunningProxy = field(repr=False)
+    http: aiohttp.ClientSession = field(repr=False)
+    agents: list[StandInAgent] = field(repr=False)
+    _stack: AsyncExitStack = field(repr=False)
 
     @property
     def discovery(self) -> str:
@@ -162,24 +165,27 @@ def url_of_route(*_: Any, **__: Any) -> str:
     raise AssertionError("nobody needs it")
 
 
+@pytest.fixture(scope="module")
+def quick_proxies() -> Iterator[None]:
+    """Proxies that start and stop at once."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(uvicorn.server, "asyncio", QuickSleeps())
+        monkeypatch.setattr(server, "HANDSHAKE_S", TICK_S)
+        # Three quarters of a proxy's start, and only `url_for` needs it: the proxy makes no URL of a route.
+        monkeypatch.setattr(Rule, "_compile_builder", lambda rule, append_unknown=True: url_of_route)
+        yield
+
+
 @pytest.fixture
-async def start_stage(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[StartStage]:
+async def start_stage(quick_proxies: None) -> AsyncIterator[StartStage]:
     """`start_stage(**settings)`: a proxy with short deadlines and no agents yet."""
-    monkeypatch.setattr(uvicorn.server, "asyncio", QuickSleeps())
-    monkeypatch.setattr(server, "HANDSHAKE_S", TICK_S)
-    # Three quarters of a proxy's start, and only `url_for` needs it: the proxy makes no URL of a route.
-    monkeypatch.setattr(Rule, "_compile_builder", lambda rule, append_unknown=True: url_of_route)
     async with AsyncExitStack() as stack:
         stages = []
 
         async def start(**settings: Any) -> Stage:
             config = ProxyConfig(port=0, discovery_port=0, **(FAST | settings))
             proxy = await stack.enter_async_context(running_proxy(config))
-            http = await stack.enter_async_context(
-                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20))
-            )
-            agents = await stack.enter_async_context(AsyncExitStack())
-            stage = Stage(proxy, http, [], agents)
+            stage = await stack.enter_async_context(on_stage(proxy))
             stages.append(stage)
             return stage
 
@@ -188,6 +194,66 @@ async def start_stage(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[StartSta
             await stage.assert_quiescent()
 
 
+@asynccontextmanager
+async def on_stage(proxy: RunningProxy) -> AsyncIterator[Stage]:
+    async with (
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20)) as http,
+        AsyncExitStack() as agents,
+    ):
+        yield Stage(proxy, http, [], agents)
+
+
 @pytest.fixture
 async def stage(start_stage: StartStage) -> Stage:
     return await start_stage()
+
+
+class SharedProxies:
+    """Proxies that the tests of a module use one after the other: starting one takes longer than most tests.
+
+    No agent of a test before is known to it any more, and its counters are zero. Its other metrics and its
+    logs go on.
+    """
+
+    def __init__(self, stack: AsyncExitStack) -> None:
+        self._stack = stack
+        self._proxies: dict[str, list[RunningProxy]] = {}
+
+    @asynccontextmanager
+    async def stage(self, **settings: Any) -> AsyncIterator[Stage]:
+        """A proxy with these settings, that is left with nothing in flight and no agents."""
+        config = ProxyConfig(port=0, discovery_port=0, **(FAST | settings))
+        unused = self._proxies.setdefault(repr(config), [])
+        proxy = unused.pop() if unused else await self._stack.enter_async_context(running_proxy(config))
+        async with on_stage(proxy) as stage:
+            yield stage
+            await stage.assert_quiescent()
+        for node in proxy.fleet.registry.snapshot().nodes:
+            proxy.fleet.registry.bye(node.incarnation)
+        for _ in range(1000):
+            proxy.services.exchanges.retry_budget.deposit()
+        for metric in proxy.services.metrics.registry._collector_to_names:
+            if isinstance(metric, LabelledCounter):
+                for value, count in metric.counts().items():
+                    metric.add(value, -count)
+            elif isinstance(metric, Counter):
+                for counter in metric._metrics.values() if metric._labelnames else (metric,):
+                    counter.reset()
+        unused.append(proxy)  # not if the test has failed
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_proxies(quick_proxies: None) -> AsyncIterator[SharedProxies]:
+    async with AsyncExitStack() as stack:
+        yield SharedProxies(stack)
+
+
+@pytest.fixture
+async def borrow_stage(shared_proxies: SharedProxies) -> AsyncIterator[StartStage]:
+    """As `start_stage`, of proxies that other tests of the module have used."""
+    async with AsyncExitStack() as stack:
+
+        async def borrow(**settings: Any) -> Stage:
+            return await stack.enter_async_context(shared_proxies.stage(**settings))
+
+        yield borrow

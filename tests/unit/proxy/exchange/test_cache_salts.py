@@ -32,9 +32,9 @@ ENDPOINTS: dict[str, dict[str, Any]] = {
 SALTS: tuple[Any, ...] = (None, "a", "b", "ab", A, B, "\0", "\N{GRINNING FACE}", "x" * MAX_CACHE_SALT_CHARS)
 
 
-@pytest.fixture
-def key_file(tmp_path: Path) -> Path:
-    path = tmp_path / "keys"
+@pytest.fixture(scope="module")
+def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("keys") / "keys"
     path.write_text(f"{A}\n{B} admin\n")
     return path
 

@@ -27,6 +27,11 @@ BODY = {"model": "stand-in", "prompt": "a b c", "max_tokens": 5, "seed": 7}
 DECODE = Incarnation("decode")
 
 
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attempt, "CAUSE_TIMEOUT_S", 0.2)
+
+
 @pytest.fixture
 async def stage(start_stage: StartStage) -> Stage:
     """A proxy that streams the pull of every prompt."""
@@ -344,7 +349,7 @@ async def test_a_prefill_that_withdrew_its_lease_is_waited_for(monkeypatch: pyte
 
     def script(prefill: ScriptedLeg, decode: ScriptedLeg) -> None:
         decode.answer.set_exception(refused("transfer_withdrawn"))
-        asyncio.get_running_loop().call_later(0.2, prefill.answer.set_result, "whole")
+        asyncio.get_running_loop().call_later(0.1, prefill.answer.set_result, "whole")
 
     assert (await beside(script))[0] == "whole"
 

@@ -24,11 +24,14 @@ from kvferry.proxy.ids import TransferId
 from kvferry.proxy.server import running_proxy
 from tests.helpers.waiting import until
 from tests.standins.agents import STOP_AT_ONCE, UNEVEN, Fault, StandInAgent
-from tests.unit.proxy.conftest import Stage, StartStage, Streamed
+from tests.unit.proxy.conftest import Stage, StartStage, Streamed, side_by_side
 
 BODY = {"model": "stand-in", "prompt": "a b c", "max_tokens": 5, "seed": 7}
 CHAT = {"model": "stand-in", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, "seed": 7}
 
+
+SHORT_S = 0.5
+"""Of a deadline that passes."""
 
 Reference = Callable[..., Awaitable[dict[str, Any]]]
 
@@ -412,7 +415,7 @@ async def test_a_failure_in_mid_stream_is_an_error_event_and_done(
     start_stage: StartStage, fault: Fault, code: str
 ) -> None:
     """I5, R1: whole events only, then a typed error, then `[DONE]`; X6: no 200 that just ends."""
-    stage = await start_stage(idle_timeout_s=1.0, migrations=0)
+    stage = await start_stage(idle_timeout_s=SHORT_S, migrations=0)
     _, decode = await stage.pair()
     decode.faults.append(fault)
     streamed = await stage.stream(BODY)
@@ -451,26 +454,29 @@ async def test_an_agent_that_answers_nonsense_is_a_502(stage: Stage, leg: str) -
         assert streamed.error is not None and streamed.error["code"] == "bad_agent_answer"
 
 
-@pytest.mark.parametrize("leg", ["prefill", "decode", "alone"])
-async def test_a_hung_agent_is_a_504(start_stage: StartStage, leg: str) -> None:
+async def test_a_hung_agent_is_a_504(start_stage: StartStage) -> None:
     """R32: the first-byte deadline, configurable; the agent sees that nobody waits any more."""
-    stage = await start_stage(first_byte_timeout_s=1.0)
-    agents = [await stage.agent("both")] if leg == "alone" else await stage.pair()
-    failing = next(agent for agent in agents if agent.role in (leg, "both"))
-    failing.faults.append(Fault(leg, "hang"))  # type: ignore[arg-type]
-    if leg == "decode":
-        error = (await stage.stream(BODY)).error
-    else:
-        status, answer = await stage.ask({**BODY, "stream": True})
-        assert status == 504
-        error = answer["error"]
-    assert error is not None and error["code"] == "agent_timeout"
-    await failing.until(lambda: failing.aborted == 1)
+
+    async def check(leg: Any) -> None:
+        stage = await start_stage(first_byte_timeout_s=SHORT_S)
+        agents = [await stage.agent("both")] if leg == "alone" else await stage.pair()
+        failing = next(agent for agent in agents if agent.role in (leg, "both"))
+        failing.faults.append(Fault(leg, "hang"))
+        if leg == "decode":
+            error = (await stage.stream(BODY)).error
+        else:
+            status, answer = await stage.ask({**BODY, "stream": True})
+            assert status == 504
+            error = answer["error"]
+        assert error is not None and error["code"] == "agent_timeout"
+        await failing.until(lambda: failing.aborted == 1)
+
+    await side_by_side(check, ["prefill", "decode", "alone"])
 
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_prefill_answer_that_never_ends_is_a_504(start_stage: StartStage, stream: bool) -> None:
-    stage = await start_stage(first_byte_timeout_s=1.0)
+    stage = await start_stage(first_byte_timeout_s=SHORT_S)
     prefill, _ = await stage.pair()
     prefill.faults.append(Fault("prefill", "silent"))
     status, answer = await stage.ask({**BODY, "stream": stream})
@@ -479,33 +485,34 @@ async def test_a_prefill_answer_that_never_ends_is_a_504(start_stage: StartStage
 
 async def test_a_stream_that_never_begins_is_a_504(start_stage: StartStage) -> None:
     """Headers alone are not a first event."""
-    stage = await start_stage(idle_timeout_s=1.0)
+    stage = await start_stage(idle_timeout_s=SHORT_S)
     both = await stage.agent("both")
     both.faults.append(Fault("alone", "silent"))
     status, answer = await stage.ask({**BODY, "stream": True})
     assert (status, answer["error"]["code"]) == (504, "agent_timeout")
 
 
-@pytest.mark.parametrize("stream", [True, False])
-async def test_the_total_deadline_ends_a_request_that_makes_progress(
-    start_stage: StartStage, stream: bool
-) -> None:
+async def test_the_total_deadline_ends_a_request_that_makes_progress(start_stage: StartStage) -> None:
     """R32: a stream may be lively and still too long."""
-    stage = await start_stage(total_timeout_s=1.5)
-    await stage.pair(interval_s=0.05 if stream else 5.0)
-    if stream:
-        error = (await stage.stream({**BODY, "max_tokens": 1000})).error
-    else:
-        status, answer = await stage.ask(BODY)
-        assert status == 504
-        error = answer["error"]
-    assert error is not None and error["code"] == "agent_timeout"
+
+    async def check(stream: bool) -> None:
+        stage = await start_stage(total_timeout_s=1.0)
+        await stage.pair(interval_s=0.05 if stream else 5.0)
+        if stream:
+            error = (await stage.stream({**BODY, "max_tokens": 1000})).error
+        else:
+            status, answer = await stage.ask(BODY)
+            assert status == 504
+            error = answer["error"]
+        assert error is not None and error["code"] == "agent_timeout"
+
+    await side_by_side(check, [True, False])
 
 
 async def test_an_unreachable_address_is_tried_no_longer_than_the_connect_deadline(
     start_stage: StartStage,
 ) -> None:
-    stage = await start_stage(connect_timeout_s=1.0, retries=0)
+    stage = await start_stage(connect_timeout_s=SHORT_S, retries=0)
     # A listener whose backlog is full completes no more connections.
     full = socket.create_server(("127.0.0.1", 0), backlog=0)
     port = full.getsockname()[1]
@@ -571,14 +578,14 @@ async def test_a_client_that_leaves_ends_the_leg_and_drops_the_kv(
 
 async def test_a_slow_client_is_waited_for(start_stage: StartStage) -> None:
     """Back-pressure, not memory; and the agent's silence meanwhile is not counted against it."""
-    stage = await start_stage(idle_timeout_s=1.0)
+    stage = await start_stage(idle_timeout_s=SHORT_S)
     wordy = "x" * 1024  # in every event, so that no socket buffer holds the whole stream
     _, decode = await stage.pair(model=wordy)
     body = {**BODY, "model": wordy, "max_tokens": 4000, "stream": True, "n": 8}
     async with stage.post(body) as response:
         await response.content.readuntil(b"\n\n")
         await decode.until(lambda: decode.running)
-        await asyncio.sleep(1.5)
+        await asyncio.sleep(2 * SHORT_S)
         assert decode.running, "the agent is held back by the client, through the proxy"
         rest = await response.read()
     assert rest.endswith(b"data: [DONE]\n\n") and b'"error"' not in rest
@@ -741,7 +748,7 @@ async def test_an_agents_4xx_keeps_its_code_and_message_everywhere(
             assert said in (await response.read()).decode()
     facts = logged(caplog)
     assert (facts["status"], facts["code"], facts["error"]) == (422, "as_told", said)
-    [failed] = stage.proxy.services.failures.latest()
+    failed, *_ = stage.proxy.services.failures.latest()
     assert (failed.last.status, failed.last.code, failed.last.message) == (422, "as_told", said)
 
 

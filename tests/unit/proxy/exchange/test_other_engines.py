@@ -512,33 +512,34 @@ async def test_a_restarted_prefill_server_is_looked_up_again(fleet: Fleet) -> No
     assert status == 200 and prefill.lookups == 2
 
 
-LEASE_S = 2.0
-"""Of which the proxy believes five sixths; a decode leg that waits for longer is too late."""
+LEASE_S = 1.2
+"""Of the prefill servers' leases: nearly the shortest that there is. The proxy believes five sixths of it; a
+decode leg that waits for longer is too late.
+"""
 
 
-@only("vllm-nixl-pull")
-@pytest.mark.parametrize("stage", [{"nixl_lease_s": LEASE_S}], indirect=True)
-@pytest.mark.parametrize("stream", [False, True])
-async def test_kv_that_was_read_too_late_is_never_answered_from(fleet: Fleet, stream: bool) -> None:
+async def test_kv_that_was_read_too_late_is_never_answered_from(start_stage: StartStage) -> None:
     """Row 3 (vllm #52234): HTTP 200 with another prompt's answer. The retry has a fresh prefill."""
-    prefill, decode = await fleet.pair(lease_s=LEASE_S)
-    decode.hold_s = 1.1 * LEASE_S
-    asking = asyncio.get_running_loop().create_task(
-        fleet.stage.stream(BODY) if stream else fleet.stage.ask(BODY)
-    )
-    await decode.until(lambda: decode.asked)
-    decode.hold_s = 0.0
-    answered: Any = await asking
-    text = answered.text() if stream else answered[1]["choices"][0]["text"]
-    assert text == (await reference(BODY))["choices"][0]["text"]
-    assert len(prefill.asked) == 2
-    if not stream:
-        assert fleet.fabric.expired == 1
-        assert fleet.stage.metric('kvferry_proxy_leases_judged_total{verdict="suspect"}') == 1
 
+    async def check(stream: bool) -> None:
+        fleet = Fleet(await start_stage(nixl_lease_s=LEASE_S), Fabric(), "vllm-nixl-pull")
+        prefill, decode = await fleet.pair(lease_s=LEASE_S)
+        decode.hold_s = 1.1 * LEASE_S
+        asking = asyncio.get_running_loop().create_task(
+            fleet.stage.stream(BODY) if stream else fleet.stage.ask(BODY)
+        )
+        await decode.until(lambda: decode.asked)
+        decode.hold_s = 0.0
+        answered: Any = await asking
+        text = answered.text() if stream else answered[1]["choices"][0]["text"]
+        assert text == (await reference(BODY))["choices"][0]["text"]
+        assert len(prefill.asked) == 2
+        if not stream:
+            assert fleet.fabric.expired == 1
+            assert fleet.stage.metric('kvferry_proxy_leases_judged_total{verdict="suspect"}') == 1
+        assert not fleet.fabric.wrongs
 
-SHORTER_S = 1.2
-"""Of the prefill servers' leases: nearly the shortest that there is."""
+    await side_by_side(check, [False, True])
 
 
 async def test_no_number_of_the_operators_makes_a_late_read_an_answer(start_stage: StartStage) -> None:
@@ -547,10 +548,10 @@ async def test_no_number_of_the_operators_makes_a_late_read_an_answer(start_stag
     async def check(case: tuple[float | None, bool]) -> None:
         nixl_lease_s, stream = case
         fleet = Fleet(await start_stage(nixl_lease_s=nixl_lease_s), Fabric(), "vllm-nixl-pull")
-        await check_late_reads(fleet, SHORTER_S, trials=40, stream=stream)
+        await check_late_reads(fleet, LEASE_S, trials=40, stream=stream)
         assert not fleet.fabric.wrongs
 
-    unset, too_long, right = None, 30.0, SHORTER_S
+    unset, too_long, right = None, 30.0, LEASE_S
     await side_by_side(check, [(unset, False), (unset, True), (too_long, False), (right, False)])
 
 
@@ -603,8 +604,8 @@ async def check_late_reads(fleet: Fleet, lease_s: float, *, trials: int, stream:
 async def test_a_setting_that_the_servers_contradict_is_noticed(
     fleet: Fleet, caplog: pytest.LogCaptureFixture
 ) -> None:
-    prefill, decode = await fleet.pair(lease_s=SHORTER_S)
-    decode.holds = [1.2 * SHORTER_S]
+    prefill, decode = await fleet.pair(lease_s=LEASE_S)
+    decode.holds = [1.2 * LEASE_S]
     _, answer = await fleet.stage.ask(BODY)
     assert answer["choices"] == (await reference(BODY))["choices"]
     assert fleet.stage.metric('kvferry_proxy_leases_judged_total{verdict="contradicted"}') == 1
