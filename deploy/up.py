@@ -75,7 +75,7 @@ CHOSEN: dict[str, frozenset[str]] = {
 """Options of each part that `kvferry up` sets itself."""
 _OF_PARTS = (
     "Any option of the processes can be given behind the name of a part: --agent.lease-s 5 is for all "
-    "agents, --prefill.kv-blocks 500 and --decode.verify-kv for those of a role, "
+    "agents, --decode.kv-blocks 500 for those of a role, "
     "--proxy.decode-policy session for the proxy. With --engine vllm, --vllm.max-model-len 8192 is for "
     "vLLM itself, in all servers; --sglang.page-size 16 is SGLang's. In the YAML file of --config they are "
     "sections: `agent: {lease-s: 5}`; a role's `count` is its number of agents."
@@ -318,7 +318,7 @@ def cluster_spec(config: UpConfig, parts: PartOptions) -> ClusterSpec:
     An agent's name is a word of its command line, so that `ps` shows it.
 
     Raises:
-        CannotStart: vLLM cannot be started here.
+        CannotStart: the engine cannot be started here.
         BadKeyFile, BadCertificate: a file of the proxy's is none.
     """
     for role in ROLES:

@@ -21,7 +21,7 @@ from werkzeug.exceptions import HTTPException, MethodNotAllowed, RequestEntityTo
 from kvferry.common.http.browser_guard import BrowserGuard
 from kvferry.common.http.refusals import plain_message
 from kvferry.common.http.server import Header
-from kvferry.common.version import VERSION
+from kvferry.common.telemetry.version import VERSION
 from kvferry.proxy.api import openapi
 from kvferry.proxy.api.auth import ANONYMOUS, ApiKeys, Client, authenticate
 from kvferry.proxy.api.completions import APIS, Completions, error_response

@@ -13,7 +13,7 @@ from kvferry.common.addresses import WILDCARDS, host_port
 from kvferry.common.curve import ClusterKey
 from kvferry.common.engine_servers.description import StaticNode, check_distinct, servers_from_file
 from kvferry.common.http.tls import server_context
-from kvferry.common.version import VERSION
+from kvferry.common.telemetry.version import VERSION
 from kvferry.proxy.api.auth import ApiKeys
 from kvferry.proxy.api.operator.pages import ProxyFacts
 from kvferry.proxy.config import ProxyConfig

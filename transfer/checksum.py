@@ -9,7 +9,8 @@ on GPUs. It proves nothing against a peer that lies.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -140,6 +141,22 @@ def unpack_sums(packed: bytes, num_blocks: int) -> SumTable:
     """Raises ValueError if the bytes are not whole rows of this many blocks."""
     flat: npt.NDArray[Any] = np.frombuffer(packed, dtype="<u4")
     return flat.astype(np.uint32).reshape(num_blocks, -1 if num_blocks else 0)
+
+
+def row_widths(
+    columns: Sequence[int], counts: Sequence[int], first_block: int, num_blocks: int
+) -> Iterator[int]:
+    """Yield how many columns the rows of some blocks have, which a producer sent from `first_block` on.
+
+    Args:
+        columns: Of a row, by group.
+        counts: Blocks of the prompt, by group; none if there is but one group. They are the producer's, and
+            may be any: no more rows are yielded than it sent blocks.
+    """
+    at, end = 0, first_block + num_blocks
+    for width, count in zip(columns, counts or (end,), strict=False):
+        yield from repeat(width, max(0, min(at + count, end) - max(at, first_block)))
+        at += count
 
 
 def split_rows(packed: bytes, columns: Iterable[int]) -> tuple[bytes, ...]:

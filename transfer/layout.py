@@ -181,17 +181,6 @@ def addresses(offsets: Offsets, bases: Sequence[int]) -> Offsets:
     return begins + (offsets & OFFSET_MASK)
 
 
-def sources(
-    geometry: KVGeometry, tp_size: int, rank: int, remote_tp_size: int
-) -> tuple[tuple[int, range], ...]:
-    """Which run of a rank's heads comes from which producer rank; each head from exactly one.
-
-    Raises ValueError when a TP size does not divide the heads.
-    """
-    held = [geometry.local_heads(remote_tp_size, each) for each in range(remote_tp_size)]
-    return spread(geometry.local_heads(tp_size, rank), held, rank)
-
-
 def spread(mine: range, held: Sequence[range], rank: int) -> tuple[tuple[int, range], ...]:
     """Which run of a rank's heads to read from which holder, by its number in `held`.
 
@@ -471,7 +460,7 @@ def source_columns(locals_: Sequence[Placement], remotes: Sequence[Placement], g
         for ours in local.groups[group]:
             for remote_rank, pairs in _pair_layers(rank, ours, theirs):
                 if pairs.theirs.names != ours.names:
-                    raise ValueError("verify_kv: theirs other layers on a rank, ours the same on both sides")
+                    raise ValueError("verify_kv: a producer rank holds other layers (pipeline stages differ)")
                 start = starts[remote_rank, theirs[remote_rank].index(pairs.theirs)]
                 columns += [start + head for head in pairs.heads]
     return columns

@@ -17,7 +17,7 @@ from kvferry.agent.announce.drain_socket import DrainConnection
 from kvferry.agent.announce.membership import Membership
 from kvferry.common.addresses import host_port
 from kvferry.common.curve import ClusterKey
-from kvferry.common.version import VERSION
+from kvferry.common.telemetry.version import VERSION
 from kvferry.proxy.wire.registration import Capacity, Incarnation, Load, NodeState, Register, Role, WorkReport
 from kvferry.transfer.connector import SchedulerConnector
 from kvferry.transfer.control.messages import VERSIONS as CONTROL_VERSIONS

@@ -25,7 +25,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from kvferry.agent.messages.requests import Stats, Timing
-from kvferry.common.version import VERSION
+from kvferry.common.telemetry.version import VERSION
 from kvferry.proxy.wire.registration import Capacity
 from kvferry.transfer.events import PULL_FAILURE_REASONS, PULL_SECONDS_BOUNDS, PullTimes
 

@@ -43,7 +43,7 @@ from kvferry.common.http.server import HttpServer
 from kvferry.common.http.tls import server_context
 from kvferry.common.stop import StopRequest
 from kvferry.common.telemetry.tracing import FLUSH_TIMEOUT_S, open_tracing
-from kvferry.common.version import VERSION
+from kvferry.common.telemetry.version import VERSION
 from kvferry.proxy.wire.dialects import NATIVE_DIALECT
 from kvferry.proxy.wire.registration import (
     MAX_TEXT_CHARS,

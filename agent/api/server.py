@@ -40,7 +40,7 @@ from kvferry.common.http.browser_guard import AllowedHosts, BrowserGuard
 from kvferry.common.http.refusals import encoding_refusal, plain_message
 from kvferry.common.http.server import GuardedConnection, HttpServer, ServerBounds
 from kvferry.common.json_errors import explain
-from kvferry.common.version import VERSION
+from kvferry.common.telemetry.version import VERSION
 from kvferry.proxy.wire.registration import Incarnation
 
 if TYPE_CHECKING:

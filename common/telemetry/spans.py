@@ -21,7 +21,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from kvferry.common.version import VERSION
+from kvferry.common.telemetry.version import VERSION
 
 MAX_HEADER_CHARS = 512
 """Longest `traceparent` and `tracestate`: as much as W3C Trace Context would have passed on. A longer one is

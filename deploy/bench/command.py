@@ -14,7 +14,7 @@ from kvferry.common.exceptions import message_of
 from kvferry.common.http.server import raise_file_limit
 from kvferry.common.http.tls import BadCertificate
 from kvferry.common.options import exit_with
-from kvferry.common.version import VERSION
+from kvferry.common.telemetry.version import VERSION
 from kvferry.deploy.bench.client import BenchFailed
 from kvferry.deploy.bench.config import PROG, BenchConfig, parse_config
 from kvferry.deploy.bench.measurement import BenchResult, measure

@@ -68,12 +68,13 @@ class SizedRequest(RoutingRequest, frozen=True, kw_only=True):
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request on its way, and when its first and its last token came."""
+    """A request on its way, and when its first and its last token came; between them its KV was pulled."""
 
     arrival: SizedArrival
     reservation: Reservation | None = None
     prompt_left: int = 0
     first_at: float = 0.0
+    pulled_at: float = 0.0
     ended_at: float = 0.0
 
 
@@ -242,7 +243,6 @@ class SimulatedFleet:
         self._turns = Turns()
         self._waiting: deque[Job] = deque()
         self._left = 0
-        self.errors: tuple[list[float], list[float]] = ([], [])
         self._model = model
         self.servers = [
             SimulatedServer(model, _info(at, role), self._clock, self._prefilled, self._ended)
@@ -297,12 +297,14 @@ class SimulatedFleet:
         assert job.reservation is not None
         pair = job.reservation.pair
         if pair.alone:
+            job.pulled_at = self._clock.now
             server.stay(job)
             return
         job.reservation.prefill_over()
         decode = self._by_incarnation[pair.decode.incarnation]
 
         def pulled() -> None:
+            job.pulled_at = self._clock.now
             server.release(job)
             decode.submit(job)
 
@@ -310,18 +312,16 @@ class SimulatedFleet:
 
     def _ended(self, _: SimulatedServer, job: Job) -> None:
         assert job.reservation is not None
-        self._compare(job, job.reservation.pair)
+        self._record_outcome(job, job.reservation.pair)
         job.reservation.release()
         self._left -= 1
         self._admit()
 
-    def _compare(self, job: Job, pair: Pair) -> None:
+    def _record_outcome(self, job: Job, pair: Pair) -> None:
         tokens = job.arrival.answer_tokens - 1
-        token_s = (job.ended_at - job.first_at) / tokens if tokens else None
-        errors = self._registry.compare(pair, job.first_at, token_s)
-        for kept, error in zip(self.errors, errors, strict=True):
-            if error is not None:
-                kept.append(error)
+        token_s = (job.ended_at - job.pulled_at) / tokens if tokens else None
+        if (prediction := pair.prediction) is not None:
+            self._registry.record_outcome(pair.prefill, pair.decode, prediction, job.first_at, token_s)
 
     def _free(self, agent: Incarnation, number: int, is_prefill: bool) -> None:
         self._slots.release(agent, number, is_prefill=is_prefill)

@@ -202,7 +202,7 @@ class Exchange:
                 attempt = await self._begin()
                 try:
                     await attempt.run(sink)
-                    self._compare(attempt)
+                    self._record_outcome(attempt)
                     return
                 except AgentLost as error:
                     lost = error
@@ -254,7 +254,7 @@ class Exchange:
             raise context.fleet.no_agent(reservation, model)
         return reservation
 
-    def _compare(self, attempt: Attempt) -> None:
+    def _record_outcome(self, attempt: Attempt) -> None:
         """Compare the prediction with what came, unless other attempts went before.
 
         Of several prompts one is first, while the prediction is for all.
@@ -262,8 +262,8 @@ class Exchange:
         if not self._exclude and self._request.prompts == 1:
             log = self._log
             first_token_at = log.first_text_at if attempt.is_alone else attempt.prefilled_at
-            self._context.fleet.compare(
-                self._routing_request, attempt.pair, first_token_at, log.time_per_token()
+            self._context.fleet.record_outcome(
+                self._routing_request, attempt.pair, first_token_at, log.decode_time_per_token()
             )
 
     async def _plan_retry(self, pair: Pair, lost: AgentLost) -> None:

@@ -10,7 +10,10 @@ from typing import NamedTuple
 MAX_BIAS = 4.0
 MAX_RATIO = 16.0
 """A prediction that was more wrong than this counts as so wrong."""
-LONGEST_S = 1e6
+LONGEST_S = 3600.0
+"""A time that is predicted or taken to be longer tells nothing."""
+FORGET_S = 60.0
+"""Time constant with which a correction that nothing confirms returns to 1."""
 GAIN = 0.02
 """Weight of one request in the means: they remember about 50."""
 
@@ -31,24 +34,28 @@ class MeanError:
 
     predicted_s: float = 0.0
     actual_s: float = 0.0
+    updated_at: float = 0.0
 
-    def note(self, predicted_s: float, actual_s: float, bias: float) -> float | None:
+    def update(self, predicted_s: float, actual_s: float, bias: float, now: float) -> float | None:
         """Count a prediction that had this correction. Returns its error, the actual time over the predicted
         one; None, and counts nothing, where one of them is no time.
         """
-        if not (0.0 < predicted_s < math.inf and 0.0 < actual_s < LONGEST_S):
+        if not (0.0 < predicted_s < LONGEST_S and 0.0 < actual_s < LONGEST_S):
             return None
         ratio = min(max(actual_s / predicted_s, 1.0 / MAX_RATIO), MAX_RATIO)
-        plain_s = actual_s / ratio / bias
+        uncorrected_s = predicted_s / bias
         if not self.predicted_s:
-            self.predicted_s = self.actual_s = plain_s
-        self.predicted_s += (plain_s - self.predicted_s) * GAIN
-        self.actual_s += (actual_s - self.actual_s) * GAIN
+            self.predicted_s = self.actual_s = uncorrected_s
+        self.predicted_s += (uncorrected_s - self.predicted_s) * GAIN
+        self.actual_s += (ratio * predicted_s - self.actual_s) * GAIN
+        self.updated_at = now
         return ratio
 
-    @property
-    def bias(self) -> float:
-        """The factor for later predictions."""
+    def bias(self, now: float) -> float:
+        """The factor for later predictions. It returns to 1 while there are none: an agent that was slow once
+        would get no request, and never be measured again.
+        """
         if not self.predicted_s:
             return 1.0
-        return min(max(self.actual_s / self.predicted_s, 1.0 / MAX_BIAS), MAX_BIAS)
+        bias = min(max(self.actual_s / self.predicted_s, 1.0 / MAX_BIAS), MAX_BIAS)
+        return float(bias ** math.exp(min(0.0, (self.updated_at - now) / FORGET_S)))

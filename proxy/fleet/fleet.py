@@ -163,11 +163,14 @@ class Fleet:
         self.admission.pump()
         return asked
 
-    def compare(
+    def record_outcome(
         self, request: RoutingRequest, pair: Pair, first_token_at: float | None, token_s: float | None
     ) -> None:
-        """Compare what was predicted of a request with what came, as `Registry.compare` does."""
-        errors = self.registry.compare(pair, first_token_at, token_s)
+        """Compare what was predicted of a request with what came, as `Registry.record_outcome` does."""
+        prediction = pair.prediction
+        if prediction is None:
+            return
+        errors = self.registry.record_outcome(pair.prefill, pair.decode, prediction, first_token_at, token_s)
         for counts, error in zip(
             self._metrics.of_model(request.model).prediction_errors, errors, strict=True
         ):

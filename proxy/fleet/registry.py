@@ -28,8 +28,7 @@ from kvferry.proxy.fleet.address_rules import (
 from kvferry.proxy.fleet.bias import Bias, MeanError
 from kvferry.proxy.fleet.circuit_breaker import Breaker, BreakerSettings, BreakerState
 from kvferry.proxy.fleet.pairing import Leg, Pairing, pairing_terms
-from kvferry.proxy.fleet.routing.routing_request import Pair
-from kvferry.proxy.fleet.snapshot import Node, NodeState, Snapshot, Speed
+from kvferry.proxy.fleet.snapshot import Node, NodeState, Prediction, Snapshot, Speed
 from kvferry.proxy.telemetry.event_log import EventKind, EventLog
 from kvferry.proxy.wire.dialects import DIALECTS, serves_alone
 from kvferry.proxy.wire.registration import (
@@ -515,23 +514,27 @@ class Registry:
             and place.holds(_place(each.info))
         )
 
-    def compare(
-        self, pair: Pair, first_token_at: float | None, token_s: float | None
+    def record_outcome(
+        self,
+        prefill: Node,
+        decode: Node,
+        prediction: Prediction,
+        first_token_at: float | None,
+        token_s: float | None,
     ) -> tuple[float | None, float | None]:
         """Compare what was predicted of a request with when its first token came, and the time per token;
         None: not known. Later predictions of the agents are corrected, from their next pings on.
 
-        Returns the errors, as `MeanError.note` does.
+        Returns the errors, as `MeanError.update` does.
         """
-        prefill, decode, prediction = pair.prefill, pair.decode, pair.prediction
-        if prediction is None:
-            return None, None
         first_error = token_error = None
+        now = self._clock()
         if first_token_at is not None and (record := self._records.get(prefill.info.incarnation)) is not None:
             predicted_s, actual_s = prediction.first_token_at - prediction.at, first_token_at - prediction.at
-            first_error = record.prefill_error.note(predicted_s, actual_s, prefill.bias.prefill)
+            first_error = record.prefill_error.update(predicted_s, actual_s, prefill.bias.prefill, now)
         if token_s is not None and (record := self._records.get(decode.info.incarnation)) is not None:
-            token_error = record.decode_error.note(prediction.token_s or 0.0, token_s, decode.bias.decode)
+            predicted_s = prediction.token_s or 0.0
+            token_error = record.decode_error.update(predicted_s, token_s, decode.bias.decode, now)
         return first_error, token_error
 
     def has_substitute(self, info: Register) -> bool:
@@ -770,7 +773,7 @@ def _node(record: _Record, now: float) -> Node:
         record.breaker.state,
         record.speed,
         record.prefill_share,
-        Bias(record.prefill_error.bias, record.decode_error.bias),
+        Bias(record.prefill_error.bias(now), record.decode_error.bias(now)),
     )
 
 

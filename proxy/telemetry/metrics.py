@@ -34,7 +34,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from kvferry.common.version import VERSION
+from kvferry.common.telemetry.version import VERSION
 from kvferry.proxy.wire.dialects import FOREIGN_DIALECTS
 
 C = TypeVar("C", bound=Collector)
@@ -343,8 +343,7 @@ class Metrics:
             LabelledCounter(
                 "kvferry_proxy_missed_objectives",
                 "Streamed requests that were slower than an objective: their first token than "
-                "--ttft-objective-s (ttft), or their mean time per token than --tpot-objective-s (tpot), or "
-                "than the objectives of the request itself.",
+                "--ttft-objective-s (ttft), or their mean time per token than --tpot-objective-s (tpot).",
                 ("objective", MODEL),
             )
         )

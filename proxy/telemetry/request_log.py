@@ -196,8 +196,6 @@ class RequestLog:
         """The latest attempt's."""
         self._transfer_ids: list[TransferId] = []
         self._choices = 1
-        self._ttft_objective_s = metrics.ttft_objective_s
-        self._tpot_objective_s = metrics.tpot_objective_s
         self._model = ""
         self._agents: tuple[str, str] | None = None
         """Where the latest attempt's prefill and decode legs go."""
@@ -211,6 +209,8 @@ class RequestLog:
         """When the first text of a stream went to the client; monotonic seconds."""
         self._first_event_at: float | None = None
         self._last_event_at: float | None = None
+        self._decode_began: tuple[float, int] | None = None
+        """When the first event of the decode leg came, and how many came before it."""
         metrics.in_flight.add((self.phase, ""), 1)
 
     def enter(self, phase: Phase) -> None:
@@ -250,8 +250,6 @@ class RequestLog:
     def set_request(self, request: ClientRequest, *, show_prompt: bool = False) -> None:
         """Record the parsed request. `show_prompt`: log its prompt too."""
         self._choices = request.sequences
-        self._ttft_objective_s = request.ttft_s or self._ttft_objective_s
-        self._tpot_objective_s = request.tpot_s or self._tpot_objective_s
         self._model = self._timeline.model = request.model[:MAX_MODEL_CHARS]
         in_flight, before = self._metrics.in_flight, self._model_metrics
         self._model_metrics = self._metrics.of_model(request.model)
@@ -296,6 +294,7 @@ class RequestLog:
         now = time.monotonic()
         if self.phase is Phase.DECODE_WAIT:
             self.enter(Phase.DECODE)
+            self._decode_began = now, self.num_events
         if self._last_event_at is None:
             self._first_event_at = now
         else:
@@ -309,7 +308,7 @@ class RequestLog:
             self.first_text_at = self._timeline.first_text_at = now
             ttft = now - self.arrived_at
             self._model_metrics.ttft.observe(ttft)
-            if ttft > self._ttft_objective_s:
+            if ttft > self._metrics.ttft_objective_s:
                 self._metrics.missed_objectives.add(("ttft", self._model_metrics.model), 1)
             if self.trace is not None:
                 self.trace.add_first_token(now)
@@ -332,6 +331,16 @@ class RequestLog:
         if self._first_event_at is None or self._last_event_at is None or later_events <= 0:
             return None
         return (self._last_event_at - self._first_event_at) / later_events
+
+    def decode_time_per_token(self) -> float | None:
+        """Return the same from the first event of the decode leg on: a pair's first token comes before it,
+        and its KV is transferred in between.
+        """
+        if self._decode_began is None or self._last_event_at is None:
+            return None
+        began_at, events_before = self._decode_began
+        later_events = (self.num_events - events_before) / self._choices - 1
+        return (self._last_event_at - began_at) / later_events if later_events > 0 else None
 
     def add_agent_timing(self, leg: str, header: str | None) -> None:
         """Record an agent's own `Server-Timing` header, if it sent one: the names with a duration in it."""
@@ -373,7 +382,7 @@ class RequestLog:
         tpot = self.time_per_token()
         if tpot is not None:
             of_model.tpot.observe(tpot)
-            if tpot > self._tpot_objective_s:
+            if tpot > self._metrics.tpot_objective_s:
                 self._metrics.missed_objectives.add(("tpot", of_model.model), 1)
         if self.trace is not None:
             self.trace.end(status, code, self._phase_since)

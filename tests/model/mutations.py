@@ -169,8 +169,8 @@ MUTATIONS = (
     Mutation(
         sentence="What differs from its checksums is decoded from all the same.",
         module="pull",
-        old='return self.fail("checksum", mismatch) if mismatch else self._release()',
-        new="return self._release()",
+        old="if not mismatch:",
+        new="if True:",
         world="one reader that verifies",
     ),
     Mutation(
@@ -203,7 +203,7 @@ MUTATIONS = (
     Mutation(
         sentence="A failed pull gives its blocks back whatever may still be written.",
         module="pull",
-        old="quiescent=not self._reading,",
+        old="quiescent=not self._writing,",
         new="quiescent=True,",
     ),
     Mutation(
@@ -215,8 +215,8 @@ MUTATIONS = (
     Mutation(
         sentence="A quarantine is never ended.",
         module="pull",
-        old="if self._reading or self.state is not PullState.FAILED:",
-        new="if self._reading or self.state is PullState.FAILED:",
+        old="if self._writing or self.state is not PullState.FAILED:",
+        new="if self._writing or self.state is PullState.FAILED:",
     ),
     Mutation(
         sentence="Chunks land in the wrong places of the prompt.",

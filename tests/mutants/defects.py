@@ -326,7 +326,7 @@ DEFECTS = (
     Defect(
         sentence="A read that failed counts as quiescent at once.",
         file="transfer/consumer/pull.py",
-        old="quiescent=not self._reading,",
+        old="quiescent=not self._writing,",
         new="quiescent=True,",
         tests=(PULL,),
     ),

@@ -35,6 +35,8 @@ INTERNAL = {
     "proxy/canary/comparison.py::MAX_TOLERANCE": "the canary's own probes",
     "proxy/canary/prompts.py::MAX_PROMPT_TOKENS": "the canary's own probes",
     "proxy/canary/prompts.py::MAX_REMEMBERED": "the canary's own probes",
+    "proxy/fleet/bias.py::MAX_BIAS": "the model of costs",
+    "proxy/fleet/bias.py::MAX_RATIO": "the model of costs",
     "proxy/fleet/routing/costs.py::MAX_SHARE": "the model of costs",
     "proxy/exchange/exchange.py::MAX_SAVED": "the retry budget",
     "proxy/fleet/admission.py::MAX_RETRY_AFTER_S": "what clients are advised",

@@ -11,16 +11,16 @@ import asyncio
 import enum
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, islice, repeat
+from itertools import islice
 
 import zmq
 
 from kvferry.common.curve import ClusterKey
 from kvferry.common.state_machine import transition, transitions
-from kvferry.transfer.checksum import SumTable, first_mismatch, split_rows
+from kvferry.transfer.checksum import SumTable, first_mismatch, row_widths, split_rows
 from kvferry.transfer.consumer.pull import GroupRead
 from kvferry.transfer.control import messages as wire
 from kvferry.transfer.control.endpoints import ControlClient
@@ -259,7 +259,9 @@ class Link:
             raise ValueError(f"block {max(opened.block_ids)} of {self.num_blocks}")
         checksums: tuple[bytes, ...] = ()
         if self._columns and opened.checksums:
-            checksums = split_rows(opened.checksums, self._widths(opened))
+            counts = [count for _, count in opened.groups]
+            widths = row_widths(self._their_columns, counts, opened.first_block, len(opened.block_ids))
+            checksums = split_rows(opened.checksums, widths)
         return Grant(
             ready=opened.state == "ready",
             first_block=opened.first_block,
@@ -270,12 +272,6 @@ class Link:
             first_tokens=opened.first_tokens,
             groups=opened.groups,
         )
-
-    def _widths(self, opened: wire.Opened) -> Iterator[int]:
-        """How many columns the row of each of the blocks has, by its group."""
-        counts = [count for _, count in opened.groups] or [opened.first_block + len(opened.block_ids)]
-        widths = chain.from_iterable(map(repeat, self._their_columns, counts))
-        return islice(widths, opened.first_block, opened.first_block + len(opened.block_ids))
 
     def read(
         self,

@@ -16,7 +16,7 @@ A second of decoding counts v times as much as one before the first token: as mu
 answer of L tokens, `ttft_objective_s / (L * tpot_objective_s)`. A pair costs the sum of both. A server alone
 costs the same without a transfer; what comes while its prompt waits and is computed delays its answer.
 Objectives come first: a choice that is predicted to miss one, the request's own or else the fleet's, is taken
-only where all miss one.
+only where all that are compared miss one; of more than eight agents, two are.
 What a server reports is corrected by how wrong it was (`Bias`).
 """
 
@@ -47,7 +47,7 @@ def add(first: Cost, second: Cost) -> Cost:
 
 
 class CostedRequest(Protocol):
-    """What a cost is of, as `RoutingRequest` describes it."""
+    """What a cost is of: some of `RoutingRequest`, whose module is above this one."""
 
     @property
     def tokens(self) -> int: ...

@@ -281,7 +281,8 @@ def test_backends_in_vllm_are_those_of_the_catalogue() -> None:
 
 
 def test_what_agents_of_all_engines_have_is_written_once() -> None:
-    own = {"engine_name", "model", "engine_python", "transfer", "start_timeout_s"}
-    assert {*EngineServerOptions.__annotations__} == own
-    assert {*VllmEngineConfig.__annotations__} == {"engine_name", "engine"}
+    own = {"model", "engine_python", "transfer", "verify_kv", "start_timeout_s"}
+    of_engine = {"engine_name", "has_off_flags", "bootstrap_port"}
+    assert {*EngineServerOptions.__annotations__} == own | of_engine
+    assert {*VllmEngineConfig.__annotations__} <= of_engine | {"engine"}
     assert not {*AgentConfig.__annotations__} & {"proxy", "lease_s", "port", "log_level", "tls_cert"}

@@ -9,6 +9,7 @@ from kvferry.transfer.checksum import (
     PoolSums,
     first_mismatch,
     pack_sums,
+    row_widths,
     split_rows,
     totals,
     unpack_sums,
@@ -150,3 +151,18 @@ def test_checksums_that_are_no_whole_rows_are_no_checksums() -> None:
         assert split_rows(packed, [2, 2, 2]) == ()
     with pytest.raises(ValueError, match="reshape"):
         unpack_sums(b"\0" * 12, 2)
+
+
+@pytest.mark.parametrize("counts", [(), (3, 2), (2**40, 2**40)])
+@pytest.mark.parametrize("first", [0, 1, 4, 2**40])
+@pytest.mark.parametrize("num", [0, 1, 4])
+@pytest.mark.timeout(10)
+def test_widths_of_rows_are_those_of_their_groups_whatever_the_producer_says(
+    counts: tuple[int, ...], first: int, num: int
+) -> None:
+    widths = list(row_widths((4, 2), counts, first, num))
+    assert len(widths) <= num
+    if not counts:
+        assert widths == [4] * num
+    elif counts == (3, 2):
+        assert widths == [4, 4, 4, 2, 2][first : first + num]

@@ -108,7 +108,7 @@ def test_layers_that_are_spread_over_other_stages_are_refused(caplog: pytest.Log
     with pair(stages=(2, 1)) as (producer, consumer):
         assert move(producer, consumer, "t") == 0
         assert consumer.scheduler.take_figures() == {"failed_transfers:refused": 1, "recomputed": 1}
-    assert "verify_kv: theirs other layers on a rank" in caplog.text
+    assert "verify_kv: a producer rank holds other layers" in caplog.text
 
 
 @pytest.mark.parametrize("share", [0, 0.05, 1])

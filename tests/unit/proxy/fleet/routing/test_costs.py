@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.proxy.fleet.admission import Reservation
-from kvferry.proxy.fleet.bias import MeanError
+from kvferry.proxy.fleet.bias import FORGET_S, MeanError
 from kvferry.proxy.fleet.pairing import mismatch
 from kvferry.proxy.fleet.routing.candidates import Loads, Slots
 from kvferry.proxy.fleet.routing.routing_request import Pair, RoutingRequest
@@ -134,7 +134,8 @@ def test_an_agent_that_takes_longer_than_predicted_gets_fewer_prompts_after_a_wh
         assert isinstance(pair, Pair) and pair.prediction is not None
         factor = 3.0 if pair.prefill.info.address.endswith("100") else 1.0
         seconds = factor * 1.0  # 10,000 tokens; what it takes, however it is predicted by now
-        stage.registry.compare(pair, pair.prediction.at + seconds, 1.5 * 0.011)
+        first_token_at = pair.prediction.at + seconds
+        stage.registry.record_outcome(pair.prefill, pair.decode, pair.prediction, first_token_at, 1.5 * 0.011)
         for port in (100, 101):
             stage.ping("prefill", port)
         stage.ping("decode", 200)
@@ -173,17 +174,28 @@ def test_an_objective_per_token_reserves_an_agent_that_decodes_little() -> None:
     assert stage.route(strict, keep=False)[1] == 100, "11 ms per token"
 
 
-@pytest.mark.parametrize("first", [0.1, 1e-300, 1e300, 5.0])
+@pytest.mark.parametrize("first", [0.1, 1e-300, 300.0, 5.0])
 def test_a_correction_is_the_ratio_of_means_and_forgets(first: float) -> None:
     error = MeanError()
-    assert error.bias == 1.0
-    ratio = error.note(first, 1.0, 1.0)
+    assert error.bias(0.0) == 1.0
+    ratio = error.update(first, 1.0, 1.0, 0.0)
     assert ratio is not None and 1 / 16 <= ratio <= 16
     for _ in range(500):
-        assert error.note(2.0 * error.bias, 3.0, error.bias) is not None
-        assert 0.25 <= error.bias <= 4.0
-    assert error.bias == pytest.approx(1.5, rel=0.01)
-    assert error.note(2.0 * error.bias, 3.0, error.bias) == pytest.approx(1.0, rel=0.01)
+        bias = error.bias(0.0)
+        assert error.update(2.0 * bias, 3.0, bias, 0.0) is not None
+        assert 0.25 <= error.bias(0.0) <= 4.0
+    assert error.bias(0.0) == pytest.approx(1.5, rel=0.01)
+    assert error.update(2.0 * error.bias(0.0), 3.0, error.bias(0.0), 0.0) == pytest.approx(1.0, rel=0.01)
+
+
+def test_one_request_that_took_long_changes_little_and_time_forgets_it() -> None:
+    """A stall says nothing of the next request; an agent without requests would never be measured again."""
+    error = MeanError()
+    for _ in range(200):
+        assert error.update(0.1, 0.1, error.bias(0.0), 0.0) is not None
+    assert error.update(0.1, 60.0, 1.0, 0.0) == 16.0
+    assert 1.0 < error.bias(0.0) < 1.5
+    assert error.bias(FORGET_S * 5) == pytest.approx(1.0, abs=0.01)
 
 
 FIGURES = st.one_of(
@@ -207,9 +219,9 @@ AGENTS = st.lists(
 def test_a_correction_keeps_its_bounds(times: list[tuple[Any, Any]], repeated: int) -> None:
     error = MeanError()
     for predicted_s, actual_s in times * repeated:
-        ratio = error.note(predicted_s or 0.0, actual_s or 0.0, error.bias)
+        ratio = error.update(predicted_s or 0.0, actual_s or 0.0, error.bias(0.0), 0.0)
         assert ratio is None or 1 / 16 <= ratio <= 16
-        assert 1 / 4 <= error.bias <= 4
+        assert 1 / 4 <= error.bias(0.0) <= 4
 
 
 @settings(max_examples=200, deadline=None)
@@ -243,7 +255,8 @@ def test_a_wrong_figure_changes_where_requests_go_and_nothing_else(
             assert mismatch(found.prefill.info, found.decode.info) is None
             assert found.prefill.serves("prefill") and found.decode.serves("decode")
             Reservation(found, 1, stage._free).acquire(stage.slots)
-            stage.registry.compare(found, *seconds)
+            if found.prediction is not None:
+                stage.registry.record_outcome(found.prefill, found.decode, found.prediction, *seconds)
             for at, (role, capacity, _, running) in enumerate(agents):
                 stage.ping(role, 100 + at, capacity, load=load(running))
             shares = {node.incarnation: node.prefill_share for node in shot.nodes}
