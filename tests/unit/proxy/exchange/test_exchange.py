@@ -581,7 +581,7 @@ async def test_a_slow_client_is_waited_for(start_stage: StartStage) -> None:
     stage = await start_stage(idle_timeout_s=SHORT_S)
     wordy = "x" * 1024  # in every event, so that no socket buffer holds the whole stream
     _, decode = await stage.pair(model=wordy)
-    body = {**BODY, "model": wordy, "max_tokens": 4000, "stream": True, "n": 8}
+    body = {**BODY, "model": wordy, "max_tokens": 2500, "stream": True, "n": 8}
     async with stage.post(body) as response:
         await response.content.readuntil(b"\n\n")
         await decode.until(lambda: decode.running)

@@ -33,9 +33,11 @@ BODY = {"model": "stand-in", "prompt": "a b c", "max_tokens": 6, "seed": 7}
 PAIRS = 3
 DEADLINE_S = 30.0
 START_S = 60.0
-EXPIRY_S = 1.0
-"""Five pings of a stand-in; 3.5 s in a real proxy."""
-OUTAGE_S = 0.8
+PING_S = 0.2
+"""Between two pings of a stand-in."""
+EXPIRY_S = 7 * PING_S
+"""3.5 s in a real proxy."""
+OUTAGE_S = 1.0
 
 
 @pytest.fixture(autouse=True)
@@ -327,17 +329,21 @@ async def test_a_broken_connection_is_no_death(stage: Stage) -> None:
     assert stage.metric("kvferry_proxy_suspect_requests_total") == 0
 
 
-async def test_agents_that_have_announced_their_end_have_not_crashed(stage: Stage) -> None:
+async def test_agents_that_have_announced_their_end_have_not_crashed(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A rolling restart takes a long stream from agent to agent."""
+    monkeypatch.setattr(registry, "PING_INTERVAL_S", PING_S)
+    monkeypatch.setattr(registry, "PROOF_S", PING_S)
     await stage.agent("prefill")
     decodes = [await stage.agent("decode", interval_s=0.05) for _ in range(PAIRS)]
-    registry = stage.proxy.fleet.registry
+    agents = stage.proxy.fleet.registry
     body = {**BODY, "max_tokens": 1000}
 
     async def restart() -> None:
         [serving] = [agent for agent in decodes if agent.running]
         serving.overrides["state"] = "draining"
-        await until(lambda: registry.is_leaving(serving.incarnation))
+        await until(lambda: agents.is_leaving(serving.incarnation))
         await serving.silence()
         await serving.close_http()
         await until(lambda: any(agent.running for agent in decodes if agent is not serving))
