@@ -61,6 +61,7 @@ FOREIGN = {
     "--tcp-fault",
     "--vllm-pd-disaggregation",
     "--kv-transfer-config",
+    "--page-size",
     "--disable-log-stats",
     "--disaggregation-mode",
     "--disaggregation-enable-kv-checksum",
