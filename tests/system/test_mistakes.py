@@ -49,7 +49,7 @@ MISTAKES = [
     ("up --agent.engine vllm", 2, "--agent.engine: kvferry up chooses this"),
     ("up --engine vllm --engine-python {folder}/none", 1, "{folder}/none is no Python that runs: "),
     ("up --engine auto --on ray", 2, "--engine must be named with --on ray"),
-    ("agent --engine vlm --model m", 2, "--engine: 'vlm' is not one of kvferry, vllm, sglang, auto; did you mean "),
+    ("agent --engine vlm --model m", 2, "--engine: 'vlm' is not one of kvferry, vllm, sglang, auto; did "),
     ("agent --engine vllm --model m --kv-blocks 5", 2, "--kv-blocks: no such option"),
     ("up --prefill none", 2, "--prefill: 'none' is not a whole number"),
     ("up --prefill 0", 2, "--prefill must be at least 1 where no agent serves both legs, got 0"),
