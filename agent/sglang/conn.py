@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from http import HTTPStatus
 from pathlib import Path
 from threading import Event
 from types import MappingProxyType
@@ -26,7 +27,7 @@ from sglang.srt.disaggregation.common.conn import (
     CommonKVReceiver,
     CommonKVSender,
 )
-from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.disaggregation.utils import DisaggregationMode, prepare_abort
 from sglang.srt.environ import envs
 
 from kvferry.agent.announce.embedded import Announcement, Server
@@ -48,7 +49,7 @@ from kvferry.agent.sglang.server import (
 from kvferry.agent.sglang.settings import BACKENDS, check_served, read_settings
 from kvferry.common.addresses import host_port
 from kvferry.common.curve import ClusterKey
-from kvferry.proxy.wire.dialects import SGLANG
+from kvferry.proxy.wire.dialects import KV_UNREAD, SGLANG
 from kvferry.proxy.wire.registration import Incarnation
 from kvferry.transfer.memory import KVPool, device_name
 from kvferry.transfer.plane import PlaneConfig, RemotePrompt
@@ -273,6 +274,16 @@ class KvferrySender(CommonKVSender):
     def clear(self) -> None:
         self._give_up()
         super().clear()
+
+    def failure_exception(self) -> None:
+        """Raise why the request has failed. SGLang answers 503 if its KV was lent and not read, else 500."""
+        is_unread = self._loan is not None and self._loan.is_wanted and self._request.finished_reason is None
+        try:
+            super().failure_exception()
+        except Exception as error:
+            if is_unread:
+                prepare_abort(self._request, f"{KV_UNREAD}: {error}", HTTPStatus.SERVICE_UNAVAILABLE)
+            raise
 
     def _give_up(self) -> None:
         """SGLang frees the pages next."""

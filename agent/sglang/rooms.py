@@ -22,6 +22,7 @@ from kvferry.transfer.sampled_tokens import SampledToken, SampledTokens
 
 _STALE = frozenset({"unreachable", "refused", "incarnation"})
 _DUPLICATE = "the room is in use, or was used before"
+_WITHDRAWN = "withdrawn"
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +35,11 @@ class Loan:
     num_pages: int
     is_over: bool = False
     failure: str = ""
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether the pages were lent, and not withdrawn: then only the decode server can have failed."""
+        return self.failure not in (_DUPLICATE, _WITHDRAWN)
 
 
 @dataclass(eq=False, slots=True)
@@ -112,7 +118,7 @@ class Rooms:
         """End a lease: from the return on no reader is told that what it read is right. Idempotent."""
         if not loan.is_over:
             self._plane.withdraw(str(loan.room))
-            self._end_loan(loan, "withdrawn")
+            self._end_loan(loan, _WITHDRAWN)
 
     # Prompts that are fetched.
 

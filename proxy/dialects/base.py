@@ -221,6 +221,10 @@ class Dialect(ABC):
     def read_prefill(self, sub: SubRequest, raw: bytes) -> Prefilled:
         """Parse the prefill leg's response. Raises `BadResponse` when no decode leg could succeed."""
 
+    def is_unread(self, message: str) -> bool:
+        """Whether a prefill leg failed, with this message, because the decode server did not read the KV."""
+        return False
+
     @abstractmethod
     def decode_leg(
         self, sub: SubRequest, endpoints: Endpoints, prefilled: Prefilled, kv_endpoint: KvEndpoint | None

@@ -32,7 +32,7 @@ from kvferry.proxy.dialects.base import (
 from kvferry.proxy.dialects.fields import SGLANG_FIELDS, ClientFields
 from kvferry.proxy.errors import AgentError, BadResponse, BusyResponse, InvalidRequest, agent_error
 from kvferry.proxy.request import ClientRequest
-from kvferry.proxy.wire.dialects import SGLANG
+from kvferry.proxy.wire.dialects import KV_UNREAD, SGLANG
 
 _ENGINE = "SGLang servers"
 
@@ -73,6 +73,10 @@ class Sglang(Dialect):
             kind = BusyResponse if error.is_busy else BadResponse
             raise kind(f"the prefill server failed: {error.message}")
         return Prefilled()
+
+    def is_unread(self, message: str) -> bool:
+        """As servers with our transfer plane say; others answer 500, whichever server has failed."""
+        return KV_UNREAD in message
 
     def decode_leg(
         self, sub: SubRequest, endpoints: Endpoints, prefilled: Prefilled, kv_endpoint: KvEndpoint | None

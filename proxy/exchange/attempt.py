@@ -368,7 +368,7 @@ class SubExchange:
 
         # Two tasks made in one go ask for their connections one right after the other, and connections
         # are acquired in that order. So, of all legs with one, at most one waits for its other leg's.
-        prefill = asyncio.ensure_future(self._prefill())
+        prefill = asyncio.ensure_future(self._prefill_for_reader())
         decode = asyncio.ensure_future(self._receive(self._open_decode(leg), response, check=check))
         legs: tuple[asyncio.Future[Any], ...] = (prefill, decode)
         await join(legs)
@@ -409,6 +409,15 @@ class SubExchange:
             self._context.kv_endpoints.learn(self._endpoints, prefilled.kv_endpoint, now())
         self._attempt.prefilled()
         return prefilled
+
+    async def _prefill_for_reader(self) -> Prefilled:
+        """The prefill leg. If it fails because nothing read its KV, a retry is to avoid the decode server."""
+        try:
+            return await self._prefill()
+        except AgentBusy as error:
+            if not self._dialect.is_unread(error.message):
+                raise
+            raise AgentBusy(error.message, self._endpoints.decode.incarnation) from error
 
     def _check_lender(self, prefilled: Prefilled) -> None:
         """Raise `AgentLost` if another data-parallel rank than the leg was for has served it."""

@@ -18,6 +18,9 @@ VLLM_MOONCAKE = "vllm-mooncake"
 VLLM_MORIIO = "vllm-moriio"
 VLLM_NIXL = "vllm-nixl"
 
+KV_UNREAD = "the decode server did not read the KV"
+"""How SGLang's prefill servers begin the message of a 503 for a lease that expired or was dropped."""
+
 
 class DialectFacts(NamedTuple):
     """`alone`: the roles in which a server also takes a request without a partner. `ping_interval_s`: how

@@ -12,6 +12,7 @@ import types
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
+from http import HTTPStatus
 from typing import Any
 
 FAILED, BOOTSTRAPPING, WAITING_FOR_INPUT, TRANSFERRING, SUCCESS = range(5)
@@ -183,7 +184,7 @@ def modules() -> dict[str, types.ModuleType]:
                 CommonKVManager, CommonKVSender, CommonKVReceiver, type("CommonKVBootstrapServer", (), {})
             )
         },
-        f"{srt}.disaggregation.utils": {"DisaggregationMode": Mode},
+        f"{srt}.disaggregation.utils": {"DisaggregationMode": Mode, "prepare_abort": prepare_abort},
         f"{srt}.environ": {
             "envs": types.SimpleNamespace(
                 SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT=_Setting(),
@@ -217,6 +218,9 @@ class Request:
     pages: list[int] = field(default_factory=list)
     aux_index: int = 0
     error: str | None = None
+    finished_reason: None = None
+    aborts: list[tuple[str, HTTPStatus]] = field(default_factory=list)
+    """With what the prefill server fails it, by its ranks; the client gets the first rank's."""
     is_done: bool = False
 
     @property
@@ -235,6 +239,10 @@ class Request:
             except TransferError as error:
                 if self.error in (None, ANOTHER_RANK):
                     self.error = str(error)
+
+
+def prepare_abort(request: Request, message: str, status_code: HTTPStatus) -> None:
+    request.aborts.append((message, status_code))
 
 
 class _Scheduler:
@@ -294,6 +302,8 @@ class Prefill(_Scheduler):
             self.inflight.remove(request)
             if poll == FAILED:
                 request.fail()
+                if not request.aborts:
+                    prepare_abort(request, "transfer failed", HTTPStatus.INTERNAL_SERVER_ERROR)
             self._release(request)
             if poll == SUCCESS:
                 for sender in request.ends:

@@ -38,8 +38,6 @@ LATE_READ_S = 2.0
 LATE_POOL = 1024
 FILLERS = [{"text": f"{number} " * 120, "sampling_params": {"max_new_tokens": 1}} for number in range(8)]
 """Prompts that together take all pages of a pool of `LATE_POOL` tokens."""
-BREAKER = ("--breaker-failures", "1000")
-"""Prefill servers answer 500 for each lease that expires: the only one is not to be avoided for it."""
 GREEDY = {"temperature": 0}
 NONE_IN_USE_S = 30.0
 
@@ -86,7 +84,7 @@ async def started(log_dir: Path, **settings: Any) -> AsyncIterator[Stack]:
     """
     async with AsyncExitStack() as stack:
         stack.enter_context(patch.dict(os.environ, {"KVFERRY_TEST_PATIENCE": "6"}))
-        words = ("-m", "tests.standins.patient_proxy", *PROXY[2:], *BREAKER)
+        words = ("-m", "tests.standins.patient_proxy", *PROXY[2:])
         proxy = await start_process("proxy", words, log_dir)
         stack.push_async_callback(proxy.stop)
         discovery = f"127.0.0.1:{proxy.listening['discovery_port']}"

@@ -15,6 +15,7 @@ import pytest
 
 from kvferry.agent.plugin.plane_thread import Event, LeaseRefused
 from kvferry.agent.sglang.rooms import Rooms
+from kvferry.proxy.wire.dialects import KV_UNREAD
 from kvferry.transfer.events import LeaseEnded, PullDone, PullFailed, PullQuiescent
 from kvferry.transfer.plane import BlockRun, RemotePrompt
 from kvferry.transfer.sampled_tokens import SampledTokens
@@ -228,6 +229,20 @@ def test_a_lease_that_expired_fails_the_prefill_and_frees_its_pages(make_pair: C
     assert lent.error == "the lease expired"
     assert len(pair.prefill.free) == NUM_PAGES
     assert pair.prefill.planes[0].leases == {}, "the other rank's lease is over before the pages are free"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("cause", ["expired", "dropped"])
+def test_a_prompt_that_is_not_read_is_no_failure_of_the_prefill_server(
+    make_pair: Callable[[int], Pair], rank: int, cause: str
+) -> None:
+    """SGLang answers with its first rank's error, whichever rank's share was not read."""
+    pair = make_pair(2)
+    lent, _ = pair.send(5)
+    pair.prefill.planes[rank].end_lease(5, cause)
+    pair.step()
+    assert [status for _, status in lent.aborts] == [503, 503]
+    assert all(message.startswith(KV_UNREAD) for message, _ in lent.aborts)
 
 
 def test_an_abort_ends_the_lease_before_the_pages_are_free(make_pair: Callable[[int], Pair]) -> None:

@@ -29,7 +29,8 @@ from kvferry.proxy.dialects.base import (
 )
 from kvferry.proxy.dialects.catalogue import all_dialects
 from kvferry.proxy.dialects.sent_tokens import SentTokens
-from kvferry.proxy.errors import BadResponse, InvalidRequest
+from kvferry.proxy.errors import BadResponse, BusyResponse, InvalidRequest
+from kvferry.proxy.exchange.legs import NO_FAULTS
 from kvferry.proxy.exchange.sub_requests import split_into_choices, split_into_prompts
 from kvferry.proxy.ids import AnswerId, Endpoint, Identity, RequestId, TransferId
 from kvferry.proxy.request import ClientRequest, parse_request
@@ -135,6 +136,21 @@ def test_an_error_of_sglangs_prefill_is_noticed(stream: bool) -> None:
     sub = only_part({"model": "m", "prompt": "p", "stream": stream})
     with pytest.raises(BadResponse):
         DIALECTS["sglang"].read_prefill(sub, b"data: " + error + b"\n\n" if stream else error)
+
+
+def test_an_unread_prompt_is_no_failure_of_sglangs_prefill_server() -> None:
+    """As SGLang 0.5.23 with our plane answers, recorded; its circuit breaker would open for a 500."""
+    error = (
+        b'{"error": {"object": "error", "message": "the decode server did not read the KV: KVTransferError('
+        b'bootstrap_room=4125311015033712317): the lease expired", "type": "SERVICE_UNAVAILABLE", '
+        b'"param": null, "code": 503}}'
+    )
+    sub = only_part({"model": "m", "prompt": "p", "stream": True})
+    with pytest.raises(BusyResponse) as raised:
+        DIALECTS["sglang"].read_prefill(sub, b"data: " + error + b"\n\ndata: [DONE]\n\n")
+    assert isinstance(raised.value, NO_FAULTS)
+    assert DIALECTS["sglang"].is_unread(raised.value.message)
+    assert not DIALECTS["sglang"].is_unread("The request queue is full.")
 
 
 @pytest.mark.parametrize("name", ["remote_engine_id", "remote_request_id", "remote_host", "remote_port"])
