@@ -19,6 +19,7 @@ from werkzeug.routing import Rule
 
 from kvferry.common.http import server
 from kvferry.proxy.config import ProxyConfig
+from kvferry.proxy.exchange.exchange import RESERVE
 from kvferry.proxy.server import RunningProxy, running_proxy
 from kvferry.proxy.telemetry.metrics import LabelledCounter
 from kvferry.proxy.wire.registration import Role
@@ -151,14 +152,31 @@ class Stage:
 StartStage = Callable[..., Awaitable[Stage]]
 
 
-class QuickSleeps:
-    """`asyncio`, for uvicorn: it looks every 0.1 s whether it is to stop, and the tests stop 600 proxies."""
+class QuickExits:
+    """`asyncio`, for uvicorn: it looks every 0.1 s whether it is to exit, and here at once when it is told to."""
+
+    def __init__(self) -> None:
+        self._asleep: set[asyncio.Future[None]] = set()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(asyncio, name)
 
     async def sleep(self, seconds: float) -> None:
-        await asyncio.sleep(min(seconds, TICK_S))
+        awake = asyncio.get_running_loop().create_future()
+        self._asleep.add(awake)
+        await asyncio.wait([awake], timeout=seconds)
+        self._asleep.discard(awake)
+
+    def should_exit(self) -> property:
+        """What a server's attribute of this name becomes."""
+
+        def tell(server: uvicorn.Server, told: bool) -> None:
+            server.__dict__["should_exit"] = told
+            for awake in self._asleep if told else ():
+                if not awake.done():
+                    awake.set_result(None)
+
+        return property(lambda server: server.__dict__["should_exit"], tell)
 
 
 def url_of_route(*_: Any, **__: Any) -> str:
@@ -169,7 +187,8 @@ def url_of_route(*_: Any, **__: Any) -> str:
 def quick_proxies() -> Iterator[None]:
     """Proxies that start and stop at once."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(uvicorn.server, "asyncio", QuickSleeps())
+        monkeypatch.setattr(uvicorn.server, "asyncio", exits := QuickExits())
+        monkeypatch.setattr(uvicorn.Server, "should_exit", exits.should_exit(), raising=False)
         monkeypatch.setattr(server, "HANDSHAKE_S", TICK_S)
         # Three quarters of a proxy's start, and only `url_for` needs it: the proxy makes no URL of a route.
         monkeypatch.setattr(Rule, "_compile_builder", lambda rule, append_unknown=True: url_of_route)
@@ -230,8 +249,7 @@ class SharedProxies:
             await stage.assert_quiescent()
         for node in proxy.fleet.registry.snapshot().nodes:
             proxy.fleet.registry.bye(node.incarnation)
-        for _ in range(1000):
-            proxy.services.exchanges.retry_budget.deposit()
+        proxy.services.exchanges.retry_budget._tokens = RESERVE
         for metric in proxy.services.metrics.registry._collector_to_names:
             if isinstance(metric, LabelledCounter):
                 for value, count in metric.counts().items():

@@ -12,6 +12,7 @@ import json
 import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from itertools import product
 from typing import Any
 
 import aiohttp
@@ -182,23 +183,27 @@ async def test_several_prompts_without_a_seed_are_sampled_differently(stage: Sta
     assert len({choice["text"] for choice in whole["choices"]}) == 3
 
 
-@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
-@pytest.mark.parametrize("leg", ["prefill", "decode"])
 async def test_an_agent_that_is_lost_with_several_prompts_is_not_noticed(
-    stage: Stage, reference: Reference, leg: str, stream: bool
+    start_stage: StartStage, reference: Reference
 ) -> None:
     """Prompts that are complete are not asked for again."""
-    for _ in range(2):
-        await stage.pair()
-    fail_once(stage.agents, Fault(leg, "reset"))
     asked = {**BODY, "prompt": PROMPTS}
     choices, _ = await expected_of_each(reference, asked)
-    if stream:
-        streamed = await stage.stream(asked)
-        texts = [streamed.text(index) for index in range(len(choices))]
-    else:
-        texts = [choice["text"] for choice in (await stage.ask(asked))[1]["choices"]]
-    assert texts == [choice["text"] for choice in choices]
+
+    async def check(case: tuple[Any, bool]) -> None:
+        leg, stream = case
+        stage = await start_stage()
+        for _ in range(2):
+            await stage.pair()
+        fail_once(stage.agents, Fault(leg, "reset"))
+        if stream:
+            streamed = await stage.stream(asked)
+            texts = [streamed.text(index) for index in range(len(choices))]
+        else:
+            texts = [choice["text"] for choice in (await stage.ask(asked))[1]["choices"]]
+        assert texts == [choice["text"] for choice in choices]
+
+    await side_by_side(check, product(["prefill", "decode"], [True, False]))
 
 
 async def test_a_rejection_of_one_prompt_is_the_answer_to_all(stage: Stage) -> None:
@@ -474,29 +479,27 @@ async def test_a_hung_agent_is_a_504(start_stage: StartStage) -> None:
     await side_by_side(check, ["prefill", "decode", "alone"])
 
 
-@pytest.mark.parametrize("stream", [True, False])
-async def test_a_prefill_answer_that_never_ends_is_a_504(start_stage: StartStage, stream: bool) -> None:
-    stage = await start_stage(first_byte_timeout_s=SHORT_S)
-    prefill, _ = await stage.pair()
-    prefill.faults.append(Fault("prefill", "silent"))
-    status, answer = await stage.ask({**BODY, "stream": stream})
-    assert (status, answer["error"]["code"]) == (504, "agent_timeout")
+async def test_an_answer_of_headers_alone_is_a_504(start_stage: StartStage) -> None:
+    """A prefill response that never ends, and a stream that never begins: headers are not a first event."""
 
+    async def check(case: tuple[Any, bool]) -> None:
+        leg, stream = case
+        stage = await start_stage(
+            **{"first_byte_timeout_s" if leg == "prefill" else "idle_timeout_s": SHORT_S}
+        )
+        agents = await stage.pair() if leg == "prefill" else [await stage.agent("both")]
+        agents[0].faults.append(Fault(leg, "silent"))
+        status, answer = await stage.ask({**BODY, "stream": stream})
+        assert (status, answer["error"]["code"]) == (504, "agent_timeout")
 
-async def test_a_stream_that_never_begins_is_a_504(start_stage: StartStage) -> None:
-    """Headers alone are not a first event."""
-    stage = await start_stage(idle_timeout_s=SHORT_S)
-    both = await stage.agent("both")
-    both.faults.append(Fault("alone", "silent"))
-    status, answer = await stage.ask({**BODY, "stream": True})
-    assert (status, answer["error"]["code"]) == (504, "agent_timeout")
+    await side_by_side(check, [("prefill", True), ("prefill", False), ("alone", True)])
 
 
 async def test_the_total_deadline_ends_a_request_that_makes_progress(start_stage: StartStage) -> None:
     """R32: a stream may be lively and still too long."""
 
     async def check(stream: bool) -> None:
-        stage = await start_stage(total_timeout_s=1.0)
+        stage = await start_stage(total_timeout_s=SHORT_S)
         await stage.pair(interval_s=0.05 if stream else 5.0)
         if stream:
             error = (await stage.stream({**BODY, "max_tokens": 1000})).error
