@@ -28,7 +28,6 @@ from kvferry.agent.architectures import (
 from kvferry.agent.checkpoint import BadCheckpoint, check_weights
 from kvferry.agent.config import BUNDLED_MODELS, AgentConfig
 from kvferry.common.curve import BadClusterKey
-from kvferry.common.http.server import raise_file_limit, return_large_buffers
 from kvferry.common.http.tls import BadCertificate
 from kvferry.common.options import check_files, flag_parser, parse_flags
 from kvferry.common.telemetry.logs import configure_logging
@@ -58,6 +57,7 @@ def run(argv: Sequence[str], engine_module: str) -> int:
     config = parse_config(argv)
     # Not at the top: --help, and completion, need neither the time nor the extra that these take.
     from kvferry.agent.api.process import run_agent
+    from kvferry.common.http.server import raise_file_limit, return_large_buffers
 
     configure_logging("api", config.log_level, config.log_format)
     raise_file_limit()

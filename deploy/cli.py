@@ -93,7 +93,10 @@ def _is_installed(name: str) -> bool:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one subcommand and return its exit status; 2 for a command line that cannot be understood."""
+    """Run one subcommand and return its exit status.
+
+    2: for a command line that cannot be understood, or a command whose packages are not installed.
+    """
     words = sys.argv[1:] if argv is None else argv
     if "_ARGCOMPLETE" in os.environ:
         return _run(COMPLETER, [*COMMANDS])
@@ -137,6 +140,14 @@ def _run(entry_point: str, words: list[str]) -> int:
         return int(_named(entry_point)(words))
     except KeyboardInterrupt:  # of a command that has nothing to finish
         return INTERRUPTED
+    except ModuleNotFoundError as error:  # installed with --no-deps, into an engine's environment
+        package = (error.name or "").partition(".")[0]
+        if package in ("", "kvferry"):
+            raise
+        print(
+            f"kvferry: this command needs the package {package}, which is not installed here", file=sys.stderr
+        )
+        return 2
 
 
 def _named(entry_point: str) -> Any:

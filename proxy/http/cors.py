@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
-from kvferry.common.http.server import Header
+if (
+    TYPE_CHECKING
+):  # `kvferry doctor` runs in an engine's environment, which may not have what the server needs
+    from kvferry.common.http.server import Header
 
 ANY = "*"
 PATHS = ("/v1/", "/tokenize", "/detokenize", "/version")

@@ -36,7 +36,7 @@ from kvferry.deploy import cli
 class Missing:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in {modules}:
-            raise ImportError(name)
+            raise ModuleNotFoundError(name, name=name)
 sys.meta_path.insert(0, Missing())
 cli.missing_of = lambda extra: ["torch"]
 sys.exit(cli.main({words!r}))
@@ -67,6 +67,29 @@ def test_help_needs_no_extra(words: tuple[str, ...]) -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"usage: kvferry {words[0]}")
+
+
+NOT_IN_SGLANG = {"argcomplete", "httptools", "quart", "werkzeug"}
+"""What SGLang 0.5.23 does not bring, if kvferry is installed there with --no-deps."""
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "says"),
+    [
+        (["doctor"], 0, "SGLang: "),
+        (["agent", "--engine", "sglang", "--help"], 0, "usage: kvferry agent"),
+        (["proxy"], 2, "kvferry: this command needs the package httptools, which is not installed here"),
+    ],
+)
+def test_in_an_engines_environment_a_command_works_or_names_what_it_needs(
+    words: list[str], status: int, says: str
+) -> None:
+    code = WITHOUT.format(modules=NOT_IN_SGLANG, words=words).replace('["torch"]', "[]")
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == status and says in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("words", VARIANTS, ids=" ".join)

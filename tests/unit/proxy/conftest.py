@@ -153,7 +153,7 @@ StartStage = Callable[..., Awaitable[Stage]]
 
 
 class QuickExits:
-    """`asyncio`, for uvicorn: it looks every 0.1 s whether it is to exit, and here at once when it is told to."""
+    """`asyncio`, for uvicorn: it looks every 0.1 s whether it is to exit, and here at once when told."""
 
     def __init__(self) -> None:
         self._asleep: set[asyncio.Future[None]] = set()

@@ -265,7 +265,8 @@ async def test_a_request_leaves_nothing_to_the_garbage_collector(stage: Stage) -
 
     def left() -> list[str]:
         kinds = (ClientRequest, ClientResponse, Attempt, RequestLog)
-        return [type(each).__name__ for each in gc.get_objects() if isinstance(each, kinds)]
+        # By type: objects of torch warn when `isinstance` looks at them.
+        return [type(each).__name__ for each in gc.get_objects() if issubclass(type(each), kinds)]
 
     await stage.pair()
     async with client_of(stage) as client:
