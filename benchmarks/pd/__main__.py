@@ -2,8 +2,8 @@
 """`python -m benchmarks.pd --python PYTHON --model DIR --gpus 0,1`: what a pair of GPUs gives its clients.
 
 Servers of each system are started, asked at each rate, and ended, one system after the other. The steps
-`same`, `late`, `decode` and `timeline` take the first of our systems. vLLM is what PYTHON has installed;
-kvferry has to be importable there (docs/engines/vllm.md). The exit status is 1 if requests failed, or if a
+`same` and `late` take our systems, `decode` and `timeline` the first of them. vLLM is what PYTHON has
+installed; kvferry has to be importable there (docs/engines/vllm.md). The exit status is 1 if requests failed, or if a
 step broke off; what it had found by then is written.
 """
 
@@ -39,8 +39,12 @@ SYSTEMS = ["kvferry-cuda_ipc", "by-hand", "auto", "auto-both", "nixl", "together
 def main() -> int:
     options = _parser().parse_args()
     gpus = options.gpus.split(",")
-    if len(gpus) != 2:
-        print(f"--gpus takes those of two servers, as in 0,1; got {options.gpus!r}", file=sys.stderr)
+    ranks = options.tp
+    if len(gpus) != sum(ranks):
+        print(
+            f"--gpus takes one for each rank, {sum(ranks)} with this --tp; got {options.gpus!r}",
+            file=sys.stderr,
+        )
         return 2
     if options.steps != ["load"] and not any(each.startswith("kvferry") for each in options.systems):
         print(f"--systems has none of ours, which {' '.join(options.steps)} is about", file=sys.stderr)
@@ -49,15 +53,19 @@ def main() -> int:
     setup = Setup(
         python=options.python,
         model=options.model,
-        gpus=(gpus[0], gpus[1]),
+        gpus=(",".join(gpus[: ranks[0]]), ",".join(gpus[ranks[0] :])),
         arguments=tuple(options.arguments),
+        prefill_arguments=("--tensor-parallel-size", str(ranks[0])),
+        decode_arguments=("--tensor-parallel-size", str(ranks[1])),
+        settings=dict(options.setting),
         router=tuple(options.router.split()),
         log_dir=options.logs,
     )
     results: dict[str, Any] = {
         "environment": facts(options.python),
         "gpus": gpu_names(),
-        "servers_on": gpus,
+        "servers_on": [setup.gpus[0], setup.gpus[1]],
+        "settings": setup.settings,
         "arguments": options.arguments,
     }
     failures: list[str] = []
@@ -124,13 +132,14 @@ class _Load:
 
 
 async def _same(setup: Setup, options: argparse.Namespace, found: Found) -> None:
-    system = _ours(options)
-    found[system] = await same_answers(_for_checks(setup, options), system, options.prompts)
+    systems = [system for system in options.systems if system.startswith("kvferry")]
+    await same_answers(_for_checks(setup, options), systems, options.prompts, found)
 
 
 async def _late(setup: Setup, options: argparse.Namespace, found: Found) -> None:
-    system = _ours(options)
-    found[system] = await late_readers(_for_checks(setup, options), system, options.trials)
+    for system in options.systems:
+        if system.startswith("kvferry"):
+            found[system] = await late_readers(_for_checks(setup, options), system, options.trials)
 
 
 async def _decode(setup: Setup, options: argparse.Namespace, found: Found) -> None:
@@ -166,6 +175,11 @@ def _ours(options: argparse.Namespace) -> System:
     return next(system for system in options.systems if system.startswith("kvferry"))
 
 
+def _setting(word: str) -> tuple[str, Any]:
+    name, _, value = word.partition("=")
+    return name, json.loads(value)
+
+
 _STEPS = {"same": _same, "late": _late, "load": _load, "decode": _decode, "timeline": _timeline}
 
 
@@ -174,7 +188,22 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--python", default=sys.executable, help="vLLM's Python")
     parser.add_argument("--model", type=Path, required=True, help="directory of the model")
     parser.add_argument("--check-model", type=Path, default=ROOT / "deploy" / "models" / "ferry-tiny")
-    parser.add_argument("--gpus", default="0,1", help="of the two servers; one twice for a trial on one GPU")
+    parser.add_argument(
+        "--gpus",
+        default="0,1",
+        help="of the ranks, the prefill server's first; one twice for a trial on one GPU",
+    )
+    parser.add_argument(
+        "--tp", nargs=2, type=int, default=[1, 1], metavar=("PREFILL", "DECODE"), help="tensor parallel sizes"
+    )
+    parser.add_argument(
+        "--setting",
+        nargs="*",
+        type=_setting,
+        default=[],
+        metavar="NAME=JSON",
+        help="further ones of our connector",
+    )
     parser.add_argument("--steps", nargs="+", choices=list(_STEPS), default=["load"])
     parser.add_argument("--systems", nargs="+", choices=get_args(System), default=SYSTEMS)
     parser.add_argument(

@@ -40,25 +40,28 @@ class Answer:
     top: tuple[dict[str, float], ...]
 
 
-async def same_answers(setup: Setup, system: System, num_prompts: int) -> dict[str, Any]:
-    """How many greedy answers of a system equal a plain server's. The first token of another lies within
+async def same_answers(
+    setup: Setup, systems: Sequence[System], num_prompts: int, found: dict[str, dict[str, Any]]
+) -> None:
+    """How many greedy answers of each system equal a plain server's. The first token of another lies within
     LOGPROB_GAP of the plain server's (`ties`) or not (`wrong`).
     """
     prompts = [prompt.prompt for prompt in heldout(num_prompts)]
     async with running("plain", setup) as fleet:
         wanted = await _answers(fleet.url, prompts)
-    async with running(system, setup) as fleet:
-        found = await _answers(fleet.url, prompts)
-        page = await scrape(fleet.servers[-1])
-    gaps = [gap for one, other in zip(found, wanted, strict=True) if (gap := _gap(one, other)) is not None]
-    return {
-        "prompts": num_prompts,
-        "equal": num_prompts - len(gaps),
-        "ties": sum(gap <= LOGPROB_GAP for gap in gaps),
-        "wrong": sum(gap > LOGPROB_GAP for gap in gaps),
-        "transfers": total(page, TRANSFERS),
-        "recomputed": total(page, RECOMPUTED),
-    }
+    for system in systems:
+        async with running(system, setup) as fleet:
+            pairs = zip(await _answers(fleet.url, prompts), wanted, strict=True)
+            page = await scrape(fleet.servers[-1])
+        gaps = [gap for one, other in pairs if (gap := _gap(one, other)) is not None]
+        found[system] = {
+            "prompts": num_prompts,
+            "equal": num_prompts - len(gaps),
+            "ties": sum(gap <= LOGPROB_GAP for gap in gaps),
+            "wrong": sum(gap > LOGPROB_GAP for gap in gaps),
+            "transfers": total(page, TRANSFERS),
+            "recomputed": total(page, RECOMPUTED),
+        }
 
 
 async def late_readers(setup: Setup, system: System, trials: int) -> dict[str, Any]:

@@ -55,7 +55,7 @@ class Setup:
     Args:
         python: vLLM's.
         model: Directory of the model.
-        gpus: Those of the two servers (`CUDA_VISIBLE_DEVICES`).
+        gpus: Those of the two servers (`CUDA_VISIBLE_DEVICES`), one or several each.
         arguments: Further ones of every vLLM server.
         prefill_arguments, decode_arguments: Further ones of one of them.
         settings: Further settings of our connector.
@@ -127,7 +127,8 @@ async def running(system: System, setup: Setup) -> AsyncIterator[Running]:
     async with AsyncExitStack() as stack:
         if system == "plain":
             port = free_port()
-            pid = await stack.enter_async_context(_vllm("plain", setup, port, setup.gpus[0], None))
+            own = replace(setup, arguments=(*setup.arguments, *setup.prefill_arguments))
+            pid = await stack.enter_async_context(_vllm("plain", own, port, setup.gpus[0], None))
             yield Running(_url(port), (_url(port),), (pid,), None)
             return
         ports = free_port(), free_port()
