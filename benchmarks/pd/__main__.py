@@ -3,8 +3,8 @@
 
 Servers of each system are started, asked at each rate, and ended, one system after the other. The steps
 `same` and `late` take our systems, `decode` and `timeline` the first of them. vLLM is what PYTHON has
-installed; kvferry has to be importable there (docs/engines/vllm.md). The exit status is 1 if requests failed, or if a
-step broke off; what it had found by then is written.
+installed; kvferry has to be importable there (docs/engines/vllm.md). The exit status is 1 if requests failed,
+or if a step broke off; what it had found by then is written.
 """
 
 from __future__ import annotations
