@@ -67,7 +67,8 @@ class ProxyConfig(HttpOptions, TraceOptions, LogOptions):
             role both serves a request alone where that takes less time.
         ttft_objective_s: Objective for the time to the first token, in seconds, of requests without the
             header x-slo-ttft-ms. least_work takes agents that are predicted to keep it, if there are any.
-            Slower streams are counted, and the alerts of deploy/monitoring go by that.
+            Slower streams are counted, and the alerts of deploy/monitoring go by that. Requests with
+            x-slo-reject: true that would miss it are rejected with 429.
         tpot_objective_s: Objective for the mean time per token, likewise; the header is x-slo-tpot-ms.
         stream_pull_min_tokens: The KV of prompts with at least this many uncached tokens (an estimate) is
             pulled while the prefill runs; 0 disables this. Default: prompts of more than one prefill chunk.
@@ -107,10 +108,12 @@ class ProxyConfig(HttpOptions, TraceOptions, LogOptions):
     Limits:
         prefill_limit: Maximum of requests in flight at one prefill agent. Default: what the agent reports.
         decode_limit: Maximum of sequences in flight at one decode agent. Default: what the agent reports.
-        queue_limit: Maximum of requests queued for a busy fleet; more are rejected with 429.
+        queue_limit: Maximum of requests queued for a busy fleet; more are rejected with 429. Those of a lower
+            x-priority go first, then API keys share by tokens, and earlier deadlines go first.
 
     Security:
-        api_keys: File of the API keys that clients must send. Default: no authentication.
+        api_keys: File of the API keys that clients must send, each with its limits (admin, requests=10/s,
+            tokens=600000/min, priority=10). Default: no authentication.
         share_prefixes: Let requests of different API keys share cached prefixes of prompts. A client can then
             find out, by the number of cached tokens and by time, which prompts others have sent.
         allowed_hosts: Without api_keys, further names by which clients may call the proxy, as

@@ -41,7 +41,11 @@ _OF_TOKEN_IDS = b"0123456789,[]" + _SPACE
 
 Count = Annotated[int, Meta(ge=1)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1
+"""The lower goes first, as in vLLM."""
+Priority = Annotated[int, Meta(ge=MIN_PRIORITY, le=MAX_PRIORITY)]
 MIN_OBJECTIVE_MS, MAX_OBJECTIVE_MS = 0.1, 3_600_000.0
+_PRIORITY = re.compile(r"-?[0-9]{1,10}")
 _MS = re.compile(r"[0-9]{1,7}(\.[0-9]{1,6})?")
 NO_SEED = -1
 """A client's seed that asks for none, as vLLM takes it."""
@@ -72,6 +76,33 @@ class RequestHead:
                 f"the header {name} must be a number of ms, from {least} to {most}", param=name
             )
         return float(value) / 1000
+
+    def priority(self) -> int | None:
+        """Return the priority that the header `x-priority` has. Raises `InvalidRequest`."""
+        value = self.header(b"x-priority")
+        if value is None:
+            return None
+        try:
+            return parse_priority(value)
+        except ValueError as error:
+            raise InvalidRequest(f"the header x-priority {error}", param="x-priority") from error
+
+    def rejects_late(self) -> bool:
+        """Whether the header `x-slo-reject` has the request rejected where its first token would be late.
+
+        Raises `InvalidRequest`.
+        """
+        value = self.header(b"x-slo-reject")
+        if value not in (None, "true", "false"):
+            raise InvalidRequest("the header x-slo-reject must be true or false", param="x-slo-reject")
+        return value == "true"
+
+
+def parse_priority(text: str) -> int:
+    """Parse a priority. Raises `ValueError`."""
+    if not _PRIORITY.fullmatch(text) or not MIN_PRIORITY <= int(text) <= MAX_PRIORITY:
+        raise ValueError(f"must be an integer from {MIN_PRIORITY} to {MAX_PRIORITY}")
+    return int(text)
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -105,6 +136,7 @@ class _CommonFields(msgspec.Struct, kw_only=True):
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
     echo: bool | None = None
+    priority: Priority | None = None
     prompt_logprobs: Raw = field(default_factory=Raw)
     cache_salt: Raw = field(default_factory=Raw)
     kvferry_timing: bool | None = None
@@ -146,7 +178,9 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
     how long its parts took. `hints`: which fields have no effect where they cannot have any; only kvferry's
     agents read that, so it is no part of `body`. `undivided`: whether one agent must do it all, since
     logprobs of the prompt itself are requested, or nothing but the prompt. `ttft_s` and `tpot_s` are the
-    objectives of the client's headers, in seconds.
+    objectives of the client's headers, in seconds; `rejects_late`: whether the request is to be rejected
+    where the first would be missed. `priority`: the lower goes first. `key`: which client it is, for those
+    with an API key.
     """
 
     endpoint: Endpoint
@@ -170,6 +204,9 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
     hints: Raw = field(default_factory=Raw)
     ttft_s: float | None = None
     tpot_s: float | None = None
+    rejects_late: bool = False
+    priority: int = 0
+    key: bytes = b""
 
     @property
     def sequences(self) -> int:
@@ -256,6 +293,7 @@ def parse_request(endpoint: Endpoint, raw: bytes) -> ClientRequest:
         continuous_usage=bool(fields.stream_options and fields.stream_options.continuous_usage_stats),
         cache_salt=Raw() if bytes(fields.cache_salt) == b"null" else fields.cache_salt,
         hints=fields.kvferry_hints,
+        priority=fields.priority or 0,
     )
 
 

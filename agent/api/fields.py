@@ -76,7 +76,7 @@ REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = MappingProxyType(
         "ngram_corpus_id": (_PLUGIN, ()),
         "no_stop_trim": ("use include_stop_str_in_output", (False,)),
         "prediction": ("predicted outputs are not supported", ()),
-        "priority": ("requests have no priorities", (0,)),
+        "priority": ("only a proxy has priorities", (0,)),
         "prompt_embeds": ("a prompt is text or token ids", ()),
         "reasoning": ("use reasoning_effort, or chat_template_kwargs", ()),
         "regex": (_CONSTRAINED, ()),

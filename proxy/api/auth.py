@@ -3,7 +3,8 @@
 
 The file that `--api-keys` names holds a key per line, and after it, in any order and each at most once:
 `admin`, which also admits it to the operator's pages, `requests=RATE` and `tokens=RATE`
-(`proxy.api.rate_limit`). Empty lines and lines that begin with `#` are skipped.
+(`proxy.api.rate_limit`), and `priority=N`, the lowest that its requests may have. Empty lines and lines that
+begin with `#` are skipped.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 from kvferry.common.hashing import Purpose, digest
 from kvferry.proxy.api.rate_limit import Rate, RateLimit
 from kvferry.proxy.errors import Unauthorized
-from kvferry.proxy.request import RequestHead
+from kvferry.proxy.request import MIN_PRIORITY, RequestHead, parse_priority
 
 MIN_KEY_CHARS = 16
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/openapi.json"})
@@ -28,6 +29,7 @@ CLIENT_PREFIX = "/v1/"
 MESSAGES_PREFIX = "/v1/messages"
 """Of Anthropic's API."""
 _DIGEST_BYTES = 32
+_ID_BYTES = 8
 
 
 class BadKeyFile(ValueError):
@@ -44,14 +46,18 @@ class Access(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """The holder of a key. `salt_key`: by which the salts of its requests are made (`proxy.request`)."""
+    """The holder of a key. `salt_key`: by which the salts of its requests are made (`proxy.request`).
+    `id`: tells it from others. `min_priority`: no request of its goes before those of that priority.
+    """
 
     access: Access
     rate_limit: RateLimit | None
     salt_key: bytes | None
+    id: bytes
+    min_priority: int
 
 
-ANONYMOUS = Client(Access.NONE, None, None)
+ANONYMOUS = Client(Access.NONE, None, None, b"", MIN_PRIORITY)
 
 
 class ApiKeys:
@@ -127,18 +133,20 @@ def authenticate(keys: ApiKeys, head: RequestHead) -> Client:
 
 def _client(key: str, words: Sequence[str]) -> Client:
     """Parse the words after a key. Raises `ValueError`."""
-    access, rates = Access.CLIENT, dict[str, Rate]()
+    access, rates, priority = Access.CLIENT, dict[str, Rate](), None
     for word in words:
         name, _, value = word.partition("=")
         if word == "admin" and access is Access.CLIENT:
             access = Access.ADMIN
         elif name in ("requests", "tokens") and name not in rates:
             rates[name] = Rate.parse(value)
+        elif name == "priority" and priority is None:
+            priority = parse_priority(value)
         else:
-            raise ValueError("only admin, requests=RATE and tokens=RATE are allowed, each once")
+            raise ValueError("only admin, requests=RATE, tokens=RATE and priority=N are allowed, each once")
     salt_key = digest(Purpose.SALT_KEY, _raw(key), size=_DIGEST_BYTES)
     rate_limit = RateLimit(rates.get("requests"), rates.get("tokens")) if rates else None
-    return Client(access, rate_limit, salt_key)
+    return Client(access, rate_limit, salt_key, _digest(key)[:_ID_BYTES], priority or 0)
 
 
 def _needed(path: str) -> Access:

@@ -159,7 +159,7 @@ class Completions:
             if rate_limit is not None and rate_limit.counts_tokens:
                 context = self._max_model_len(request.model)
                 tokens = TokenReservation(rate_limit, request, context, time.monotonic())
-            request = writer.count_tokens(_with_objectives(request, head))
+            request = writer.count_tokens(_with_order(request, head, client))
             log.set_request(request, show_prompt=self._log_prompts)
             ids = new_identity(
                 endpoint,
@@ -247,11 +247,24 @@ def _parse_body(
     return request if salt_key is None else salted(request, salt_key)
 
 
-def _with_objectives(request: ClientRequest, head: RequestHead) -> ClientRequest:
-    ttft_s, tpot_s = head.objective_s("x-slo-ttft-ms"), head.objective_s("x-slo-tpot-ms")
-    if ttft_s is None and tpot_s is None:
-        return request
-    return msgspec.structs.replace(request, ttft_s=ttft_s, tpot_s=tpot_s)
+def _with_order(request: ClientRequest, head: RequestHead, client: Client) -> ClientRequest:
+    """Set what the headers and the client's key say of when the request is to be served.
+
+    Raises `InvalidRequest`.
+    """
+    asked = request.priority if (of_header := head.priority()) is None else of_header
+    priority, body = max(asked, client.min_priority), request.body
+    if priority != request.priority and request.asks_for("priority"):
+        body = {**body, "priority": msgspec.Raw(b"%d" % priority)}
+    return msgspec.structs.replace(
+        request,
+        body=body,
+        ttft_s=head.objective_s("x-slo-ttft-ms"),
+        tpot_s=head.objective_s("x-slo-tpot-ms"),
+        rejects_late=head.rejects_late(),
+        priority=priority,
+        key=client.id,
+    )
 
 
 class ResponseWriter:

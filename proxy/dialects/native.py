@@ -216,7 +216,9 @@ def _leg(sub: SubRequest, body: dict[str, Any]) -> LegRequest:
 
 def _client_body(sub: SubRequest) -> dict[str, Any]:
     hints = sub.request.hints
-    return {**sub.body, "kvferry_hints": hints} if bytes(hints) else sub.body
+    body = {**sub.body, "kvferry_hints": hints} if bytes(hints) else sub.body
+    # It is for the proxy's queue; agents have none.
+    return {name: value for name, value in body.items() if name != "priority"} if "priority" in body else body
 
 
 def _whole_body(sub: SubRequest) -> dict[str, Any]:

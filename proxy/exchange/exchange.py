@@ -29,6 +29,7 @@ first token themselves; then step 6 ends with the first event.
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from functools import cache, partial
@@ -167,6 +168,10 @@ class Exchange:
             log, context.retry_budget, attempts.metrics, settings.retries, settings.migrations
         )
         self._deadline = now() + settings.total_timeout_s
+        self._reject_at = math.inf
+        """From when on the client does not want the first token."""
+        if request.rejects_late:
+            self._reject_at = now() + (request.ttft_s or context.fleet.settings.ttft_objective_s)
         self._poison_check = cache(partial(PoisonCheck, context.fleet.registry, log, attempts.metrics))
         """Makes it with the first failure."""
         legs = Legs(
@@ -243,6 +248,7 @@ class Exchange:
                     exclude=self._exclude,
                     must_match=self._must_match,
                     pinned=self._pinned,
+                    reject_at=math.inf if self._exclude else self._reject_at,
                 )
             )
         finally:

@@ -2,7 +2,8 @@
 """Admission: a request gets a pair with room, waits in a bounded queue, or is rejected with 429.
 
 Without it, requests beyond what the fleet can run wait inside the agents, and the first token of each comes
-later than the last one's. The queue is bounded in length and in time, first come, first served per model.
+later than the last one's. The queue is bounded in length and in time. `FairQueue` orders the requests of a
+model: first come, first served, unless clients have priorities, keys or objectives of their own.
 
 `pump` reserves pairs synchronously on behalf of waiters, and is called by what frees slots. So no later
 request can overtake, and a waiter that is cancelled has no reservation yet or releases the one it just got.
@@ -12,11 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import count
 
 from kvferry.proxy.errors import Overloaded
+from kvferry.proxy.fleet.fair_queue import FairQueue
 from kvferry.proxy.fleet.routing.candidates import Slots
 from kvferry.proxy.fleet.routing.routing_request import Pair, RoutingRequest
 from kvferry.proxy.fleet.snapshot import NoPair
@@ -24,6 +26,8 @@ from kvferry.proxy.telemetry.metrics import Metrics, ModelMetrics
 from kvferry.proxy.wire.registration import Incarnation
 
 MAX_RETRY_AFTER_S = 30
+MAX_WORK = 1e9
+"""Most tokens that a request counts as; what agents report of answers may be anything."""
 
 Route = Callable[[], Pair | NoPair]
 Free = Callable[[Incarnation, int, bool], None]
@@ -42,8 +46,8 @@ class Reservation:
     def acquire(self, slots: Slots) -> None:
         """Acquire the slots, and note when the prompt is computed, as predicted."""
         decode = self.pair.decode.info.incarnation
-        for agent, count in self._slots.items():
-            slots.acquire(agent, count, is_prefill=agent != decode)
+        for agent, number in self._slots.items():
+            slots.acquire(agent, number, is_prefill=agent != decode)
         if self.pair.prediction is not None:
             slots.predicted[self.pair.prefill.info.incarnation] = self.pair.prediction
 
@@ -72,6 +76,10 @@ class _Waiter:
     metrics: ModelMetrics
     since: float
     granted: asyncio.Future[Reservation | NoPair]
+    priority: float
+    key: bytes
+    order: tuple[float, int]
+    is_waiting: bool = True
 
 
 class Admission:
@@ -79,22 +87,31 @@ class Admission:
 
     Args:
         max_waiting: Most requests that wait at once; 0 rejects those that cannot start at once.
+        ttft_s: Objective for the time to the first token, of requests without one of their own.
     """
 
-    def __init__(self, slots: Slots, metrics: Metrics, max_waiting: int) -> None:
+    def __init__(self, slots: Slots, metrics: Metrics, max_waiting: int, ttft_s: float = 2.0) -> None:
         self._slots = slots
         self._metrics = metrics
         self._max_waiting = max_waiting
-        self._queues: dict[str, deque[_Waiter]] = {}
+        self._ttft_s = ttft_s
+        self._queues: dict[str, FairQueue[_Waiter]] = {}
+        self._numbers = count()
         self.waiting = 0
         """Requests in the queue; to be read only."""
 
-    def waiting_for(self, model: str) -> list[RoutingRequest]:
-        """Return the requests in the queue of one model, the first in front."""
-        return [waiter.request for waiter in self._queues.get(model, ())]
+    def waiting_for(self, model: str) -> Iterator[RoutingRequest]:
+        """Yield the requests in the queue of one model, in no order."""
+        return (waiter.request for waiter in self._queues.get(model, ()))
 
     async def acquire(
-        self, request: RoutingRequest, route: Route, *, by: float, first: bool = False
+        self,
+        request: RoutingRequest,
+        route: Route,
+        *,
+        by: float,
+        first: bool = False,
+        reject_at: float = math.inf,
     ) -> Reservation | NoPair:
         """Wait for a pair with room and reserve its slots.
 
@@ -102,27 +119,29 @@ class Admission:
             route: Chooses a pair; called again whenever slots may have become free.
             by: Deadline, on the event loop's clock.
             first: Goes before all others, whatever the queue's length: a request that was admitted before.
+            reject_at: From when on the client does not want its first token any more.
 
         Returns:
             The reservation, or why there is no pair to wait for.
 
         Raises:
-            Overloaded: too many wait, or it waited too long.
+            Overloaded: too many wait, it waited too long, or would.
         """
-        if first or request.model not in self._queues:
+        is_behind = not first and request.model in self._queues
+        if not is_behind:
             granted = self._grant(request, route)
             if granted is not NoPair.FULL:
                 return granted
-        if self.waiting >= self._max_waiting and not first:
-            raise self._overloaded("queue_full", "all agents are busy, and too many requests wait for them")
-        loop = asyncio.get_running_loop()
-        metrics = self._metrics.of_model(request.model)
-        waiter = _Waiter(request, route, metrics, loop.time(), loop.create_future())
-        self._join(waiter, first)
+        waiter = self._join(request, route, first, reject_at)
+        metrics, loop = waiter.metrics, asyncio.get_running_loop()
         try:
-            async with asyncio.timeout_at(by):
+            if is_behind and self._queues[request.model].head() is waiter:
+                self.pump()
+            async with asyncio.timeout_at(min(by, reject_at)):
                 return await self._granted(waiter)
         except TimeoutError:
+            if reject_at < by:
+                raise self.too_late() from None
             raise self._overloaded("queue_timeout", "all agents were busy for too long") from None
         finally:
             metrics.queue_wait.observe(loop.time() - waiter.since)
@@ -138,9 +157,12 @@ class Admission:
 
         Raises nothing: the failure of one request is raised where that one waits.
         """
-        for queue in tuple(self._queues.values()):
-            # One that was cancelled but has not run since is still in the queue.
-            while (head := next((each for each in queue if not each.granted.done()), None)) is not None:
+        for model, queue in tuple(self._queues.items()):
+            while self._queues.get(model) is queue:
+                head = queue.head()
+                if head.granted.done():  # it was cancelled, and has not run since
+                    self._leave(head)
+                    continue
                 try:
                     granted = self._grant(head.request, head.route)
                 except Exception as error:  # noqa: BLE001 (it is raised where its request waits, not here)
@@ -149,8 +171,15 @@ class Admission:
                     continue
                 if granted is NoPair.FULL:
                     break
-                self._leave(head)
+                self._leave(head, _work(head.request, granted))
                 head.granted.set_result(granted)
+
+    def too_late(self, late_s: float | None = None) -> Overloaded:
+        """Count a rejection whose first token would come so many seconds too late; None if not known."""
+        message = (
+            "the first token would come later than the request's objective, and it is to be rejected then"
+        )
+        return self._overloaded("objective", message, late_s)
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` if an empty queue is left, or the count of those that wait is wrong."""
@@ -178,26 +207,80 @@ class Admission:
         reservation.acquire(self._slots)
         return reservation
 
-    def _join(self, waiter: _Waiter, first: bool) -> None:
-        queue = self._queues.setdefault(waiter.request.model, deque())
-        if first:
-            queue.appendleft(waiter)
-        else:
-            queue.append(waiter)
+    def _join(self, request: RoutingRequest, route: Route, first: bool, reject_at: float) -> _Waiter:
+        """Add a request to the queue. Raises `Overloaded`."""
+        loop, number = asyncio.get_running_loop(), next(self._numbers)
+        metrics, since = self._metrics.of_model(request.model), loop.time()
+        waiter = _Waiter(
+            request,
+            route,
+            metrics,
+            since,
+            loop.create_future(),
+            priority=-math.inf if first else request.priority,
+            key=b"" if first else request.key,
+            order=(0.0, -number) if first else (since + (request.ttft_s or self._ttft_s), number),
+        )
+        queue = self._queues.get(request.model, FairQueue[_Waiter]())
+        flow = queue.flow(waiter)
+        if flow and flow[0].order < waiter.order and since + (since - flow[0].since) > reject_at:
+            raise self.too_late()
+        if self.waiting >= self._max_waiting and not first:
+            self._make_place(waiter, len(flow))
+        self._queues[request.model] = queue
+        queue.add(waiter)
         self.waiting += 1
-        self._metrics.queue_length.add(waiter.metrics.model, 1)
+        self._metrics.queue_length.add(metrics.model, 1)
+        return waiter
 
-    def _leave(self, waiter: _Waiter) -> None:
+    def _make_place(self, waiter: _Waiter, num_own: int) -> None:
+        """Reject another request: of the longest queue of a key, of the least urgent ones that wait.
+
+        Raises `Overloaded` where this one would be the next to make place.
+        """
+        message = "all agents are busy, and too many requests wait for them"
+        flow = max(
+            (queue.longest() for queue in self._queues.values()),
+            key=lambda flow: (flow[-1].priority, len(flow)),
+            default=None,
+        )
+        if flow is None or (flow[-1].priority, len(flow)) <= (waiter.priority, num_own + 1):
+            raise self._overloaded("queue_full", message)
+        last = flow[-1]
+        self._leave(last)
+        if not last.granted.done():
+            last.granted.set_exception(self._overloaded("queue_full", message))
+
+    def _leave(self, waiter: _Waiter, work: float | None = None) -> None:
+        if not waiter.is_waiting:
+            return
+        waiter.is_waiting = False
         queue = self._queues[waiter.request.model]
-        queue.remove(waiter)
+        queue.remove(waiter, work)
         if not queue:
             del self._queues[waiter.request.model]
         self.waiting -= 1
         self._metrics.queue_length.add(waiter.metrics.model, -1)
 
-    def _overloaded(self, reason: str, message: str) -> Overloaded:
-        """Count a rejection; its `Retry-After` is how long the first in the queue has been waiting."""
+    def _overloaded(self, reason: str, message: str, retry_after_s: float | None = None) -> Overloaded:
+        """Count a rejection. By default, its `Retry-After` is how long the first of those that would make
+        place has been waiting.
+        """
         self._metrics.rejections.labels(reason).inc()
-        now = asyncio.get_running_loop().time()
-        longest = max((now - queue[0].since for queue in self._queues.values()), default=0.0)
-        return Overloaded(message, retry_after_s=min(max(1, math.ceil(longest)), MAX_RETRY_AFTER_S))
+        if retry_after_s is None:
+            now = asyncio.get_running_loop().time()
+            retry_after_s = max(
+                (now - queue.longest()[0].since for queue in self._queues.values()), default=0.0
+            )
+        seconds = min(max(1.0, retry_after_s), MAX_RETRY_AFTER_S)
+        return Overloaded(message, retry_after_s=math.ceil(seconds))
+
+
+def _work(request: RoutingRequest, granted: Reservation | NoPair) -> float | None:
+    """Return the tokens that a request counts as: of its prompts, and of its answers as long as most are."""
+    if not isinstance(granted, Reservation):
+        return None
+    answer = granted.pair.decode.speed.answer_tokens
+    if request.max_tokens is not None:
+        answer = min(answer, request.max_tokens)
+    return min(max(1.0, request.tokens + request.decoded_sequences * answer), MAX_WORK)

@@ -75,6 +75,7 @@ class AcquireRequest(msgspec.Struct, frozen=True, kw_only=True):
         exclude: Agents that have just failed this request; not empty for a retry, which goes before others.
         must_match: An agent from which the client has tokens: the pair must sample the same ones.
         pinned: The agents that are to serve it: policies, limits and the canary's findings do not count.
+        reject_at: It is rejected if its first token is predicted to come later, on that clock.
     """
 
     routing_request: RoutingRequest
@@ -82,6 +83,7 @@ class AcquireRequest(msgspec.Struct, frozen=True, kw_only=True):
     exclude: frozenset[Incarnation] = NO_AGENTS
     must_match: Register | None = None
     pinned: PinnedPair | None = None
+    reject_at: float = math.inf
 
 
 class Fleet:
@@ -105,7 +107,7 @@ class Fleet:
         self._settled_at = settled_at
         self._announced = asyncio.Event()
         self.slots = Slots()
-        self.admission = Admission(self.slots, metrics, settings.queue_limit)
+        self.admission = Admission(self.slots, metrics, settings.queue_limit, settings.ttft_objective_s)
         self.registry = Registry(
             clock,
             self.slots.in_flight,
@@ -192,12 +194,16 @@ class Fleet:
 
     def _waiting(self, model: str) -> tuple[int, int]:
         """Return how many prompts and sequences for a model wait for an agent with room."""
-        requests = self.admission.waiting_for(model)
+        requests = list(self.admission.waiting_for(model))
         return sum(each.prompts for each in requests), sum(each.decoded_sequences for each in requests)
 
     def _acquire(self, request: AcquireRequest) -> Coroutine[Any, Any, Reservation | NoPair]:
         return self.admission.acquire(
-            request.routing_request, partial(self._route, request), by=request.by, first=bool(request.exclude)
+            request.routing_request,
+            partial(self._route, request),
+            by=request.by,
+            first=bool(request.exclude),
+            reject_at=request.reject_at,
         )
 
     async def _acquire_early(self, request: AcquireRequest) -> Reservation | NoPair:
@@ -241,6 +247,9 @@ class Fleet:
         )
         if not isinstance(chosen, Decision):
             return chosen
+        predicted = chosen.pair.prediction
+        if predicted is not None and predicted.first_token_at > request.reject_at:
+            raise self.admission.too_late(predicted.first_token_at - request.reject_at)
         if chosen.is_decode_only:
             self._metrics.decode_only.inc()
         self.router.apply(chosen, asked, self._turns, snapshot.models)

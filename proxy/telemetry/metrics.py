@@ -61,7 +61,7 @@ MODEL = "model_name"
 _APIS = ("completions", "chat/completions", "messages", "responses")
 _STATUSES = (200, 400, 404, 429, CLIENT_LEFT, 500, 502, 503, 504)
 _LEGS = ("prefill", "decode")
-_REJECTIONS = ("queue_full", "queue_timeout")
+_REJECTIONS = ("queue_full", "queue_timeout", "objective")
 _DROPS = ("delivered", "failed", "overflow")
 _OBJECTIVES = ("ttft", "tpot")
 _VERDICTS = ("proven", "vouched", "unproven", "suspect", "contradicted")
@@ -448,7 +448,8 @@ class Metrics:
         self.rejections = Counter(
             "kvferry_proxy_rejections",
             "Requests rejected with 429 because all agents were full: the queue was full (queue_full), or "
-            "the request waited longer than --queue-timeout-s (queue_timeout).",
+            "the request waited longer than --queue-timeout-s (queue_timeout). Or because the first token of "
+            "a request with x-slo-reject would miss its objective (objective).",
             ["reason"],
             registry=registry,
         )

@@ -36,6 +36,7 @@ PULL = "tests/unit/transfer/consumer/test_pull.py"
 QUARANTINE = "tests/unit/transfer/consumer/test_quarantine.py"
 AGGREGATE = "tests/unit/transfer/ranks/test_aggregate.py"
 BREAKER = "tests/unit/proxy/fleet/test_circuit_breaker.py"
+FAIR_QUEUE = "tests/unit/proxy/fleet/test_fair_queue.py"
 ADMISSION = "tests/unit/proxy/fleet/test_admission.py"
 REGISTRY = "tests/unit/proxy/fleet/test_registry.py"
 
@@ -365,6 +366,27 @@ DEFECTS = (
         old="                    granted.release()\n",
         new="                    pass\n",
         tests=(ADMISSION,),
+    ),
+    Defect(
+        sentence="An API key that did not wait has saved up what it did not use.",
+        file="proxy/fleet/fair_queue.py",
+        old="(self._virtual_time, next(self._numbers), waiter.key)",
+        new="(0.0, next(self._numbers), waiter.key)",
+        tests=(FAIR_QUEUE,),
+    ),
+    Defect(
+        sentence="What was admitted of an API key does not count when it comes again.",
+        file="proxy/fleet/fair_queue.py",
+        old="(start + work, next(self._numbers), key)",
+        new="(start, next(self._numbers), key)",
+        tests=(FAIR_QUEUE,),
+    ),
+    Defect(
+        sentence="A client gives its requests any priority, whatever its key allows.",
+        file="proxy/api/completions.py",
+        old="max(asked, client.min_priority)",
+        new="asked",
+        tests=("tests/unit/proxy/api/test_order.py",),
     ),
     Defect(
         sentence="A breaker that tries an agent again lets all requests through.",

@@ -40,6 +40,7 @@ INTERNAL = {
     "proxy/fleet/routing/costs.py::MAX_SHARE": "the model of costs",
     "proxy/exchange/exchange.py::MAX_SAVED": "the retry budget",
     "proxy/fleet/admission.py::MAX_RETRY_AFTER_S": "what clients are advised",
+    "proxy/fleet/admission.py::MAX_WORK": "what a request counts as among keys",
     "proxy/fleet/circuit_breaker.py::MAX_PAUSE_S": "the pauses of a circuit breaker",
     "proxy/telemetry/collectors.py::MAX_LABELLED_AGENTS": "how many agents have labels of their own",
     "proxy/telemetry/metrics.py::MAX_MODELS": "how many models have labels of their own in metrics",

@@ -35,7 +35,9 @@ class RoutingRequest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     `one_token`: one token of each is enough. `undivided`: one agent should serve all of it. `session`: the
     client's session id.
     `cache_salt`: agents share prefixes only among requests with the same one. `ttft_s` and `tpot_s`: the
-    client's objectives, the time to the first token and per token; None leaves the fleet's.
+    client's objectives, the time to the first token and per token; None leaves the fleet's. `max_tokens`: of
+    each sequence, at most; None if the client has set no limit. Where requests wait, those of a lower
+    `priority` go first, and those of one `key`, the client's, share with others.
     """
 
     model: str
@@ -48,6 +50,9 @@ class RoutingRequest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     cache_salt: bytes = b""
     ttft_s: float | None = None
     tpot_s: float | None = None
+    max_tokens: int | None = None
+    priority: int = 0
+    key: bytes = b""
 
     @cached_property
     def tokens(self) -> int:
@@ -123,6 +128,9 @@ def routing_request(request: ClientRequest, session: str | None) -> RoutingReque
         cache_salt=bytes(request.cache_salt),
         ttft_s=request.ttft_s,
         tpot_s=request.tpot_s,
+        max_tokens=request.max_tokens,
+        priority=request.priority,
+        key=request.key,
     )
 
 

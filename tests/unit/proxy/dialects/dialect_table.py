@@ -70,7 +70,7 @@ ROWS: tuple[Row, ...] = (
     ("`max_completion_tokens: 9`", {"max_completion_tokens": 9}, CHAT),
     ("`seed`", {"seed": 3}, "completions"),
     ("`stream_options`", {"stream": True, "stream_options": {"include_usage": True}}, "completions"),
-    ("an engine's own field: `priority`", {"priority": 1}, "completions"),
+    ("an engine's own field: `lora_path`", {"lora_path": "x"}, "completions"),
     ("an unknown field", {"of_the_future": 1}, "completions"),
 )
 

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -14,7 +16,7 @@ from kvferry.proxy.errors import Overloaded
 from kvferry.proxy.fleet.admission import MAX_RETRY_AFTER_S, Admission, Reservation
 from kvferry.proxy.fleet.routing.candidates import Loads, Slots
 from kvferry.proxy.fleet.routing.routing_request import Pair, RoutingRequest
-from kvferry.proxy.fleet.snapshot import NoPair, Snapshot
+from kvferry.proxy.fleet.snapshot import NoPair, Snapshot, Speed
 from kvferry.proxy.telemetry.metrics import Metrics
 from tests.unit.proxy.builders import AppliedRouter, load, registration, snapshot
 
@@ -34,19 +36,30 @@ class Door:
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     async def enter(
-        self, n: int = 1, *, model: str = "m", wait_s: float = 5.0, first: bool = False
+        self,
+        n: int = 1,
+        *,
+        model: str = "m",
+        wait_s: float = 5.0,
+        first: bool = False,
+        reject_in_s: float = math.inf,
+        **fields: Any,
     ) -> Reservation | NoPair:
-        ask = RoutingRequest(model=model, n=n)
-        by = asyncio.get_running_loop().time() + wait_s
+        ask = RoutingRequest(model=model, n=n, **fields)
+        now = asyncio.get_running_loop().time()
         return await self.admission.acquire(
-            ask, lambda: self.router.route(self.agents, ask), by=by, first=first
+            ask,
+            lambda: self.router.route(self.agents, ask),
+            by=now + wait_s,
+            first=first,
+            reject_at=now + reject_in_s,
         )
 
-    def start(self, n: int = 1, *, model: str = "m", first: bool = False) -> asyncio.Task[None]:
+    def start(self, n: int = 1, **fields: Any) -> asyncio.Task[None]:
         """Enter in a task, which ends when it is in; the hold is added to `holds`."""
 
         async def enter() -> None:
-            hold = await self.enter(n, model=model, first=first)
+            hold = await self.enter(n, **fields)
             assert isinstance(hold, Reservation)
             self.holds.append(hold)
 
@@ -132,6 +145,127 @@ async def test_a_newcomer_does_not_overtake_even_if_it_needs_less(door: Door) ->
     door.holds.pop().release()
     await ticks()
     assert small.done()
+
+
+async def order_of(door: Door, holds: list[Reservation], asked: list[dict[str, Any]]) -> list[int]:
+    """Have requests wait, and free one slot after the other; returns in which order they were admitted."""
+    tasks = [door.start(**fields) for fields in asked]
+    await ticks()
+    assert door.admission.waiting == len(asked)
+    order: list[int] = []
+    free = [*holds]
+    for _ in asked:
+        free.pop(0).release()
+        await ticks()
+        order += [at for at, task in enumerate(tasks) if task.done() and at not in order]
+        free.append(door.holds.pop())
+    for hold in free:
+        hold.release()
+    return order
+
+
+@pytest.mark.parametrize(
+    ("asked", "order"),
+    [
+        ([{"priority": 3}, {}, {"priority": -1}, {"priority": 3}], [2, 1, 0, 3]),
+        ([{"ttft_s": 9.0}, {}, {"ttft_s": 0.5}, {"ttft_s": 9.0}], [2, 1, 0, 3]),
+        ([{"ttft_s": 9.0, "priority": -1}, {"ttft_s": 0.1}, {"priority": -1, "first": True}], [2, 0, 1]),
+        ([{"key": b"a"}, {"key": b"a"}, {"key": b"a"}, {"key": b"b"}], [0, 3, 1, 2]),
+        ([{"prompt": [1] * size} for size in (90, 1, 900)], [0, 1, 2]),
+        ([{"first": True}, {"first": True}, {}], [1, 0, 2]),
+    ],
+    ids=["priority", "deadline", "retry", "key", "one key", "retries"],
+)
+async def test_the_order_of_those_that_wait(
+    door: Door, asked: list[dict[str, Any]], order: list[int]
+) -> None:
+    assert await order_of(door, await door.fill(), asked) == order
+
+
+async def test_keys_share_by_the_tokens_of_prompts_and_of_answers(door: Door) -> None:
+    """What agents report of their answers counts, as far as the client's limit lets it be."""
+    speed = Speed(answer_tokens=90.0)
+    door.agents = door.agents.altered(replace(node, speed=speed) for node in door.agents.nodes)
+    large = [{"key": b"a", "prompt": [1] * 10, "max_tokens": 1000}] * 2
+    small = [{"key": b"b", "prompt": [1] * 10, "max_tokens": 15}] * 5
+    assert await order_of(door, await door.fill(), large + small) == [0, 2, 3, 4, 5, 1, 6]
+
+
+@pytest.mark.parametrize("answer_tokens", [math.nan, math.inf, 1e308, -5.0])
+async def test_nonsense_of_agents_changes_only_the_order(door: Door, answer_tokens: float) -> None:
+    speed = Speed(answer_tokens=answer_tokens)
+    door.agents = door.agents.altered(replace(node, speed=speed) for node in door.agents.nodes)
+    asked = [{"key": key} for key in (b"a", b"a", b"b", b"a", b"b")]
+    assert sorted(await order_of(door, await door.fill(), asked)) == [0, 1, 2, 3, 4]
+
+
+async def test_one_that_goes_before_others_is_admitted_at_once_if_it_fits(door: Door) -> None:
+    holds = await door.fill()
+    large = door.start(n=2)
+    await ticks()
+    holds[0].release()
+    urgent = door.start(priority=-1)
+    await ticks()
+    assert urgent.done() and not large.done()
+    holds[1].release()
+    door.holds.pop().release()
+    await ticks()
+    assert large.done()
+
+
+@pytest.mark.parametrize(
+    ("waiting", "newcomer", "leaves"),
+    [
+        ([{"key": b"a"}, {"key": b"a"}, {"key": b"a"}], {"key": b"b"}, 2),
+        ([{"key": b"a"}, {"key": b"b"}, {"key": b"a"}], {"key": b"b"}, None),
+        ([{}, {}, {}], {"ttft_s": 0.1}, None),
+        ([{"priority": 2}, {}, {}], {"priority": 1}, 0),
+        ([{"priority": 2}, {}, {}], {"priority": 2}, None),
+        ([{"priority": 2}, {}, {}], {"priority": 3}, None),
+        ([{"first": True}, {"first": True}, {"first": True}], {"priority": -9}, None),
+    ],
+    ids=["key", "own key", "objective", "priority", "equal", "less urgent", "retries"],
+)
+async def test_who_floods_a_full_queue_makes_place_for_others(
+    waiting: list[dict[str, Any]], newcomer: dict[str, Any], leaves: int | None
+) -> None:
+    door = make_door(max_waiting=3)
+    holds = await door.fill()
+    tasks = [door.start(**fields) for fields in waiting]
+    await ticks()
+    tasks.append(door.start(**newcomer))
+    await ticks()
+    rejected = [at for at, task in enumerate(tasks) if task.done()]
+    assert rejected == [len(waiting) if leaves is None else leaves]
+    with pytest.raises(Overloaded) as refused:
+        await tasks[rejected[0]]
+    assert int(refused.value.headers["Retry-After"]) >= 1 and door.admission.waiting == 3
+    for hold in holds:
+        hold.release()
+    while door.admission.waiting or door.holds:
+        await ticks()
+        door.holds.pop().release()
+    door.admission.check_integrity()
+    assert door.slots.idle
+
+
+async def test_who_is_to_be_rejected_when_late_waits_no_longer(door: Door) -> None:
+    holds = await door.fill()
+    with pytest.raises(Overloaded, match="objective"):
+        await door.enter(reject_in_s=0.01)
+    assert not door.admission.waiting
+    patient = door.start()
+    await asyncio.sleep(0.03)
+    with pytest.raises(Overloaded, match="objective"):  # at once: the one before it has waited longer
+        await asyncio.wait_for(door.enter(reject_in_s=0.02, wait_s=60.0), 0.01)
+    urgent = door.start(reject_in_s=0.5, ttft_s=0.5)  # goes before that one
+    await ticks()
+    assert door.admission.waiting == 2
+    holds[0].release()
+    await ticks()
+    assert urgent.done() and not patient.done()
+    holds[1].release()
+    await ticks()
 
 
 async def test_one_models_queue_does_not_hold_up_another(door: Door) -> None:
@@ -309,8 +443,10 @@ async def test_whatever_the_order_of_events_nothing_is_lost(door: Door, seed: in
     rng = Random(seed)
     for _ in range(60):
         match rng.choice(["come", "leave", "end", "tick"]):
-            case "come" if door.admission.waiting < 6:
-                door.start(n=rng.choice([1, 2]), model=rng.choice("mo"), first=rng.random() < 0.1)
+            case "come" if sum(not task.done() for task in door.tasks) < 8:
+                priority, key = rng.choice([0, 0, -1]), rng.choice([b"", b"a", b"b"])
+                model, first = rng.choice("mo"), rng.random() < 0.1
+                door.start(n=rng.choice([1, 2]), model=model, first=first, priority=priority, key=key)
             case "leave" if door.tasks:
                 rng.choice(door.tasks).cancel()
             case "end" if door.holds:

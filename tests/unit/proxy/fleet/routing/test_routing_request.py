@@ -75,7 +75,7 @@ def test_models_share_nothing_and_prompts_are_digested_up_to_a_bound() -> None:
         (
             "completions",
             {"prompt": [1, 2], "max_tokens": 1},
-            RoutingRequest(model="m", prompt=Raw(b"[1,2]"), one_token=True),
+            RoutingRequest(model="m", prompt=Raw(b"[1,2]"), one_token=True, max_tokens=1),
         ),
         (
             "chat/completions",
