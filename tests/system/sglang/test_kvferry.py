@@ -36,6 +36,8 @@ BATCH = 4
 LATE_READ_S = 2.0
 """So long each read waits before it begins; in that time the decode server is stopped."""
 LATE_POOL = 1024
+LATE_TOKENS = 200
+"""Of a prompt that is read late, at most: a batch of them fits into `LATE_POOL`."""
 FILLERS = [{"text": f"{number} " * 120, "sampling_params": {"max_new_tokens": 1}} for number in range(8)]
 """Prompts that together take all pages of a pool of `LATE_POOL` tokens."""
 GREEDY = {"temperature": 0}
@@ -103,6 +105,11 @@ def bodies_of(count: int, *, chat: bool, **fields: Any) -> list[dict[str, Any]]:
     return [body(prompt.prompt, chat) | GREEDY | fields for prompt in heldout(count)]
 
 
+def late_bodies() -> list[dict[str, Any]]:
+    short = [prompt for prompt in heldout() if prompt.prompt_tokens <= LATE_TOKENS]
+    return [body(prompt.prompt, chat=False) | GREEDY for prompt in short[:LATE]]
+
+
 @pytest.fixture(scope="module")
 def wanted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Answer]]:
     """What one plain server answers."""
@@ -110,8 +117,7 @@ def wanted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Answer]]:
     async def ask() -> dict[str, list[Answer]]:
         log_dir = tmp_path_factory.mktemp("plain")
         async with sglang_server("plain", None, log_dir) as plain, session() as http:
-            late = bodies_of(LATE, chat=False)
-            found = {"late": await answers(http, plain.url, late)}
+            found = {"late": await answers(http, plain.url, late_bodies())}
             for chat, stream in product((False, True), repeat=2):
                 asked = bodies_of(PROMPTS, chat=chat, stream=stream)
                 found[f"{chat=} {stream=}"] = await answers(http, plain.url, asked)
@@ -149,7 +155,7 @@ async def test_no_answer_is_drawn_from_recycled_pages(
     """
     settings = {"KVFERRY_LEASE_S": str(LEASE_S), "KVFERRY_TEST_LATE_READ_S": str(LATE_READ_S)}
     words = ("--max-total-tokens", str(LATE_POOL), "--disable-radix-cache")
-    bodies = bodies_of(LATE, chat=False)
+    bodies = late_bodies()
     async with started(tmp_path, settings=settings, words=words) as stack:
         answered = 0
         for first in range(0, LATE, BATCH):
@@ -159,6 +165,7 @@ async def test_no_answer_is_drawn_from_recycled_pages(
                     answered += 1
                     answer.assert_equal(right)
             await stack.settled()
+            print(f"{first + BATCH} read late, {answered} answered", flush=True)
         text = stack.decode.log.read_text(errors="replace")
         refused = text.count("cannot be used")
         print(
@@ -230,7 +237,7 @@ async def test_nothing_stays_in_use_when_clients_leave_or_servers_stop(
         await stack.settled()
 
         # A decode server that stops: its prompts' leases expire, and it goes on right.
-        asking = asyncio.create_task(answers(stack.http, stack.proxy_url, bodies_of(LATE, chat=False)[:16]))
+        asking = asyncio.create_task(answers(stack.http, stack.proxy_url, late_bodies()[:16]))
         await asyncio.sleep(0.3)
         with stack.decode.schedulers_stopped():
             await asyncio.sleep(2 * LEASE_S)
