@@ -95,6 +95,7 @@ async def sglang_server(
     role: str | None,
     log_dir: Path,
     *,
+    backend: str = "kvferry",
     proxy: str | None = None,
     transfer: str = "tcp",
     tp: int = 1,
@@ -103,7 +104,7 @@ async def sglang_server(
     settings: Mapping[str, str] = MappingProxyType({}),
 ) -> AsyncIterator[SglangServer]:
     """Start a server and wait until it is healthy; with a role, as one half of a pair that uses our plane and
-    announces itself to a proxy.
+    announces itself to a proxy, or that uses another of SGLang's transfer backends.
 
     `words`: further flags. `settings`: further environment. Raises `AssertionError` with the end of its log
     when it does not start.
@@ -116,7 +117,7 @@ async def sglang_server(
     if tp > 1:
         environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(tp)))
     if role is not None:
-        flags += ["--disaggregation-mode", role, "--disaggregation-transfer-backend", "kvferry"]
+        flags += ["--disaggregation-mode", role, "--disaggregation-transfer-backend", backend]
         flags += ["--disaggregation-bootstrap-port", str(bootstrap_port)]
         environment["KVFERRY_TRANSFER"] = transfer
         if proxy is not None:
