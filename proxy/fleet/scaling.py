@@ -16,6 +16,9 @@ of them costs is what the fleet's requests have cost lately, as agents report it
   Without n that is a quadratic equation for M, of which the larger root is the answer; with T = 0 it is
   `L*(a + S*b)/S`, the time of a full batch's step shared by its sequences.
 
+`proxy.fleet.routing.costs` has the same steps and the same share for prompts, of one request at one moment.
+Here they are solved for the number of agents: with as many as are wanted, it predicts agents that are full.
+
 Work is attributed to the roles that have done it, so a fleet may have any mix of roles. It is assumed that
 agents of one role and model are alike, that requests that come cost what those before them did, and that a
 client's second try is another request. A wanted number of 1.0 is one agent that is never idle.

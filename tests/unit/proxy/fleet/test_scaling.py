@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -14,11 +15,13 @@ import pytest
 from kvferry.proxy.errors import Overloaded
 from kvferry.proxy.fleet.admission import Reservation
 from kvferry.proxy.fleet.fleet import AcquireRequest, Fleet, FleetSettings
+from kvferry.proxy.fleet.routing.costs import RouteCosts
 from kvferry.proxy.fleet.routing.routing_request import RoutingRequest
 from kvferry.proxy.fleet.scaling import (
     GONE_S,
     LEAST_AGE_S,
     MAX_MODELS,
+    PREFILL_LATENCY,
     AgentLoad,
     Costs,
     DecayingRate,
@@ -29,11 +32,12 @@ from kvferry.proxy.fleet.scaling import (
     signals_of,
 )
 from kvferry.proxy.fleet.snapshot import NoPair
+from kvferry.proxy.fleet.snapshot import Speed as NodeSpeed
 from kvferry.proxy.telemetry.collectors import ScalingCollector
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.wire.registration import Bye, Capacity, Incarnation, Register, Role
 from tests.standins.simulated_fleet import Mix, SimulatedFleet, Speed
-from tests.unit.proxy.builders import load, registration
+from tests.unit.proxy.builders import load, registration, snapshot
 
 MIXES = {
     "long prompts, short answers": Mix(prompt=4000, answer=40),
@@ -186,6 +190,30 @@ def test_agents_of_both_roles_are_wanted_for_both_kinds_of_work() -> None:
     got = signals_of([agent("both", 1, capacity=BUSY)], costs, own(prompts_per_s=20.0, sequences_per_s=20.0))
     assert got.wanted.keys() == {"both"}
     assert got.wanted["both"] > 2.0 + 20.0 * 100 * 0.02 / 10
+
+
+@pytest.mark.parametrize("prompt_s", [0.01, 0.1, 2.0])
+@pytest.mark.parametrize("per_s", [0.5, 30.0])
+def test_with_as_many_as_wanted_routing_predicts_full_agents(prompt_s: float, per_s: float) -> None:
+    """Scaling solves for the number of agents what `RouteCosts` predicts of one: they are one model."""
+    tokens, hold_s = 100, PREFILL_LATENCY * prompt_s
+    done = Capacity(prompts=10, prefill_s=10 * prompt_s, answers=10, answer_tokens=10 * tokens)
+    got = signals_of(
+        [agent("both", 1, capacity=BUSY)],
+        costs_of(("both", done)),
+        own(prompts_per_s=per_s, sequences_per_s=per_s),
+    )
+    wanted, per_sequence = got.wanted["both"], decode_agents_per_sequence(tokens, hold_s, 10, 0.01, 0.001)
+    decoding = tokens * 0.01 / (per_sequence - tokens * 0.001)
+    speed = NodeSpeed(token_s=0.0, step_s=0.01, sequence_s=0.001)
+    share = per_s * prompt_s / wanted
+    (node,) = (
+        replace(each, speed=speed, prefill_share=share) for each in snapshot(registration("both", 1)).nodes
+    )
+    predicted = RouteCosts(lambda _: 0, {}, {}, 2.0, 0.1).predict(node, node, 0, decoding)  # type: ignore[arg-type]
+    assert predicted is not None and predicted.token_s is not None
+    assert per_s * tokens * predicted.token_s / wanted == pytest.approx(decoding)
+    assert decoding + hold_s / per_sequence == pytest.approx(10), "its slots"
 
 
 def test_prompts_that_decode_agents_compute_are_work_of_theirs() -> None:
