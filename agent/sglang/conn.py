@@ -42,6 +42,7 @@ from kvferry.agent.sglang.server import (
     pool_of,
     prompt_hash,
     read_row,
+    share_of,
     tokenizer_of,
     weights_of,
     write_row,
@@ -90,7 +91,7 @@ class KvferryManager(CommonKVManager):
         pool = pool_of(ours, device)
         incarnation = mint_incarnation()
         key = None if settings.cluster_key is None else ClusterKey.read(Path(settings.cluster_key))
-        share = "all heads" if self.is_mla_backend else f"heads of {self.attn_tp_rank} of {self.attn_tp_size}"
+        share = share_of(self.attn_tp_rank, self.attn_tp_size, is_mla=bool(self.is_mla_backend))
         geometry = geometry_of(ours, scheduler.model_config, version=sglang.__version__, share=share)
         weights = weights_of(scheduler.model_config, str(args.load_format), int(args.random_seed or 0))
         with private_run_dir() as run_dir:

@@ -70,6 +70,15 @@ def pool_of(args: Any, device: str) -> KVPool:
         raise NotServed(f"the KV cache's layout is not served: {error}") from error
 
 
+def share_of(rank: int, ranks: int, *, is_mla: bool) -> str:
+    """Which part of the KV a rank has, as `geometry_of` takes it.
+
+    With MLA each rank has all, but each leases it, and a lease has one reader: with other numbers of ranks on
+    both sides some would have none, or several.
+    """
+    return f"all heads at {ranks} ranks" if is_mla else f"heads of {rank} of {ranks}"
+
+
 def geometry_of(args: Any, model: Any, *, version: str, share: str) -> KVGeometry:
     """The shape of one rank's KV, and of the metadata beside it.
 

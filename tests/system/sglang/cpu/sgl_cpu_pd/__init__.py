@@ -19,6 +19,8 @@ def register() -> None:
     communicator = "sglang.srt.distributed.device_communicators.pynccl.PyNcclCommunicator"
     HookRegistry.register(f"{communicator}.__init__", _without_nccl, HookType.AROUND)
     _register_host_memory()
+    if os.environ.get("KVFERRY_TEST_MLA"):
+        _absorb_always()
     _read_late(float(os.environ.get("KVFERRY_TEST_LATE_READ_S", "0")))
 
 
@@ -31,6 +33,16 @@ def _without_pinned_memory(original: Callable[..., Any], backend: Any, class_typ
 
 def _without_nccl(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
     self.available, self.disabled, self.world_size = False, True, 1
+
+
+def _absorb_always() -> None:
+    """Have models with MLA attend to latents in prompts too: attention on CPUs reads what is cached."""
+    from sglang.srt.models.deepseek_common.attention_backend_handler import (
+        AttentionBackendRegistry,
+        AttnForwardMethod,
+    )
+
+    AttentionBackendRegistry.register("torch_native", lambda attn, batch: AttnForwardMethod.MLA)
 
 
 def _register_host_memory() -> None:
