@@ -14,8 +14,8 @@ import msgspec
 from kvferry.common.exceptions import message_of
 from kvferry.common.options import check_files, parse_flags, read_settings
 from kvferry.common.shared_options import check_at_least_1, check_positive
+from kvferry.deploy.bench.arrivals import SizedArrival, at_rate, poisson, read_trace
 from kvferry.deploy.bench.config import Lengths
-from kvferry.deploy.plan.load import SizedArrival, at_rate, poisson, read_trace
 from kvferry.deploy.plan.simulation import ServerModel, SimulatedFleet
 from kvferry.proxy.fleet.fleet import FleetSettings
 from kvferry.proxy.wire.registration import Role

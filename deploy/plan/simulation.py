@@ -18,7 +18,7 @@ from itertools import count
 import msgspec
 
 from kvferry.agent.announce.capacity import CapacityMeter
-from kvferry.deploy.plan.load import SizedArrival
+from kvferry.deploy.bench.arrivals import SizedArrival
 from kvferry.proxy.fleet.admission import Reservation
 from kvferry.proxy.fleet.fleet import FleetSettings, make_router
 from kvferry.proxy.fleet.registry import Registry

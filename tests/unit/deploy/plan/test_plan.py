@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.deploy.bench.arrivals import SizedArrival, at_rate, read_trace
 from kvferry.deploy.plan.command import PlanConfig, load_of, main, outcomes, serve
-from kvferry.deploy.plan.load import SizedArrival, at_rate, read_trace
 from kvferry.deploy.plan.simulation import ServerModel
 
 MODEL = ServerModel()
