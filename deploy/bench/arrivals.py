@@ -14,6 +14,9 @@ from typing import NamedTuple
 
 import msgspec
 
+MAX_TOKENS = 10_000_000
+"""Of a prompt, or of an answer."""
+
 
 class SizedArrival(NamedTuple):
     """A request: when it comes, and its sizes in tokens, at least 1 each."""
@@ -35,11 +38,16 @@ def read_trace(path: Path) -> list[SizedArrival]:
     Raises `OSError`, and `ValueError` for what is neither.
     """
     raw = path.read_bytes()
-    if raw.startswith(b"\x1f\x8b"):
-        raw = gzip.decompress(raw)
-    found = sorted(_mooncake(raw) if raw.lstrip().startswith(b"{") else _azure(raw.decode()))
+    try:
+        if raw.startswith(b"\x1f\x8b"):
+            raw = gzip.decompress(raw)
+        found = sorted(_mooncake(raw) if raw.lstrip().startswith(b"{") else _azure(raw.decode()))
+    except (EOFError, TypeError) as error:
+        raise ValueError(f"{path} is cut off: {error}") from error
     if not found:
         raise ValueError(f"{path} holds no requests")
+    if (most := max(max(each[1:]) for each in found)) > MAX_TOKENS:
+        raise ValueError(f"{path} has a request of {most} tokens, more than {MAX_TOKENS}")
     return [each._replace(at=each.at - found[0].at) for each in found]
 
 

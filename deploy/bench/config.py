@@ -31,15 +31,17 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """How much load: requests per second that arrive at random times, or requests in flight."""
+    """How much load: requests per second that arrive at random times, requests in flight, or a trace that is
+    replayed so many times as fast as it was recorded.
+    """
 
-    kind: Literal["rate", "concurrency"]
+    kind: Literal["rate", "concurrency", "speed"]
     value: float
 
     def __str__(self) -> str:
-        if self.kind == "rate":
-            return f"{self.value:g} requests/s"
-        return f"{self.value:g} in flight"
+        if self.kind == "speed":
+            return f"trace at speed {self.value:g}"
+        return f"{self.value:g} {'requests/s' if self.kind == 'rate' else 'in flight'}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,12 @@ class BenchConfig:
             commas, as 1,2,4.
         concurrency: Requests in flight at any time, in place of a rate; several levels with commas.
             Default: 8.
-        requests: Number of requests to each server at each level, divided among the rounds.
+        trace: Trace to replay, in place of a rate: CSV with TIMESTAMP, ContextTokens and GeneratedTokens, as
+            Azure's, or JSONL with timestamp (ms), input_length and output_length, as Mooncake's; gzipped or
+            not. Lengths and arrival times are the trace's; words are random, so prompts share no prefix.
+        speed: How many times faster to replay the trace; several levels with commas. Default: 1.
+        requests: Number of requests to each server at each level, divided among the rounds; of a trace the
+            first ones, and each round replays the next part of them.
         rounds: In each round every server gets its part of the requests, one server after the other; the next
             round begins with the next server.
         warmup: Requests to each server before anything is measured.
@@ -124,6 +131,8 @@ class BenchConfig:
     api: Literal["completions", "chat"] = "completions"
     rate: str | None = None
     concurrency: str | None = None
+    trace: Path | None = None
+    speed: str | None = None
     requests: int = 100
     rounds: int = 2
     warmup: int = 2
@@ -144,8 +153,10 @@ class BenchConfig:
         targets = self.targets
         if len({target.name for target in targets}) < len(targets):
             raise ValueError("server: two servers have the same name; give others as NAME=URL")
-        if self.rate is not None and self.concurrency is not None:
-            raise ValueError("rate and --concurrency cannot both be given")
+        if sum(each is not None for each in (self.rate, self.concurrency, self.trace)) > 1:
+            raise ValueError("rate, --concurrency and --trace exclude each other")
+        if self.speed is not None and self.trace is None:
+            raise ValueError("speed needs --trace")
         _ = self.levels, self.prompt_lengths, self.output_lengths  # they raise
         for name in ("ttft_ms", "tpot_ms", "e2e_ms", "timeout_s"):
             value = getattr(self, name)
@@ -157,7 +168,7 @@ class BenchConfig:
             raise ValueError(f"rounds must be 1 to the number of requests, got {self.rounds}")
         if self.warmup < 0:
             raise ValueError(f"warmup must not be negative, got {self.warmup}")
-        check_files(self, ("key", "ca"))
+        check_files(self, ("key", "ca", "trace"))
         self._check_key()
         self._check_outputs()
 
@@ -185,6 +196,8 @@ class BenchConfig:
     def levels(self) -> tuple[Level, ...]:
         if self.rate is not None:
             return tuple(Level("rate", value) for value in _numbers("rate", self.rate, float))
+        if self.trace is not None:
+            return tuple(Level("speed", value) for value in _numbers("speed", self.speed or "1", float))
         given = self.concurrency or str(DEFAULT_CONCURRENCY)
         return tuple(Level("concurrency", value) for value in _numbers("concurrency", given, int))
 

@@ -11,9 +11,11 @@ from contextlib import AsyncExitStack
 
 import msgspec
 
+from kvferry.common.exceptions import message_of
+from kvferry.deploy.bench.arrivals import SizedArrival, read_trace
 from kvferry.deploy.bench.client import BenchClient, BenchFailed, Observation, connected_client
 from kvferry.deploy.bench.config import BenchConfig, Level
-from kvferry.deploy.bench.workload import PlannedRequest, TokensPerWord, Workload, measure_tokens
+from kvferry.deploy.bench.workload import PlannedRequest, TokensPerWord, Workload, longest, measure_tokens
 
 
 class BenchRound(msgspec.Struct, frozen=True):
@@ -43,21 +45,37 @@ async def measure(config: BenchConfig, show: Callable[[str], None]) -> BenchResu
     The servers take turns within a level, so that a change of the machine or network meets all of them.
 
     Raises:
-        BenchFailed: a server cannot be reached or does not serve the model, before anything is measured.
+        BenchFailed: a server cannot be reached or does not serve the model, or the trace is none or has too
+            few requests, before anything is measured.
         OSError, BadCertificate: a file of the configuration cannot be read.
     """
+    trace = _trace(config)
     async with AsyncExitStack() as stack:
         clients = [
             await stack.enter_async_context(connected_client(target, config)) for target in config.targets
         ]
         show("measures how many tokens a word takes")
-        tokens = await _measure_tokens(clients[0], config.prompt_lengths.longest)
-        workload = Workload(config, tokens, secrets.token_hex(8))
+        tokens = await _measure_tokens(clients[0], longest(config, trace)[0])
+        workload = Workload(config, tokens, secrets.token_hex(8), trace)
         for number, client in enumerate(clients):
             show(f"warms {client.target.name} up")
             await _warm_up(client, workload.warmup(number))
         levels = [await _measure_level(workload, clients, level, show) for level in config.levels]
     return BenchResult({client.target.name: client.model for client in clients}, levels)
+
+
+def _trace(config: BenchConfig) -> list[SizedArrival]:
+    if config.trace is None:
+        return []
+    try:
+        trace = read_trace(config.trace)
+    except ValueError as error:
+        raise BenchFailed(f"{config.trace}: {message_of(error)}") from error
+    if len(trace) < config.requests:
+        raise BenchFailed(
+            f"{config.trace} has {len(trace)} requests, fewer than --requests {config.requests}"
+        )
+    return trace[: config.requests]
 
 
 async def _measure_tokens(client: BenchClient, longest: int) -> TokensPerWord:

@@ -14,6 +14,7 @@ from kvferry.deploy.bench.measurement import BenchResult
 from kvferry.deploy.bench.report import LATENCIES, Summary, answered, latencies_s, summaries
 
 PANEL_INCHES = (4.2, 3.2)
+AXES = {"rate": "requests/s", "concurrency": "requests in flight", "speed": "speed of the trace"}
 BOUNDS = ("ttft_ms", "tpot_ms", "e2e_ms")
 
 
@@ -46,7 +47,7 @@ def _plot_levels(figure: Figure, result: BenchResult, objectives: Objectives) ->
     titles = (*LATENCIES.values(), "answer tokens/s", "goodput/s" if objectives else "answered requests/s")
     for panel, title in zip(panels, titles, strict=True):
         panel.set_title(title)
-        panel.set_xlabel("requests/s" if kind == "rate" else "requests in flight")
+        panel.set_xlabel(AXES[kind])
         panel.set_ylim(bottom=0)
     _mark_objectives(panels, objectives, across=True)
     _add_legends(panels)

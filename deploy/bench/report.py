@@ -68,7 +68,7 @@ def summarize(rounds: Sequence[BenchRound], level: Level, objectives: Objectives
     times = latencies_s(well)
     seconds = sum(one.seconds for one in rounds)
     kept = sum(keeps(each, objectives) for each in well) if objectives else None
-    late = [each.sent_s - each.due_s for each in seen] if level.kind == "rate" else []
+    late = [each.sent_s - each.due_s for each in seen] if level.kind != "concurrency" else []
     late_ms = quantiles(late)
     return Summary(
         requests=len(seen),

@@ -7,9 +7,10 @@ No tokenizer is needed: how many tokens a word takes is measured at a server, by
 from __future__ import annotations
 
 import random
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from kvferry.deploy.bench.arrivals import SizedArrival
 from kvferry.deploy.bench.config import BenchConfig, Level
 
 WORDS = tuple(
@@ -74,31 +75,50 @@ class Workload:
 
     Lengths and times follow from the configuration, its seed included, and are the same for every server.
     The words differ from server to server, so that two URLs of one fleet do not fill each other's prefix
-    caches, and by `run_id` from run to run.
+    caches, and by `run_id` from run to run. `trace`: the requests to replay, of all rounds.
     """
 
     config: BenchConfig
     tokens: TokensPerWord
     run_id: str
+    trace: Sequence[SizedArrival] = ()
 
     def requests(self, level: Level, round_number: int, server: int) -> Iterator[PlannedRequest]:
         """Yield the requests of one round to one server."""
         rng = random.Random(f"{self.config.seed} {level} {round_number}")
         words_rng = random.Random(f"{self.run_id} {level} {round_number} {server}")
+        for due_s, prompt_tokens, output_tokens in self._sizes(level, round_number, rng):
+            prompt = _words(words_rng, self.tokens.num_words(prompt_tokens))
+            yield PlannedRequest(due_s, prompt, output_tokens)
+
+    def _sizes(self, level: Level, round_number: int, rng: random.Random) -> Iterator[SizedArrival]:
+        """Yield when each request of a round is due, and its lengths."""
+        number = round_size(self.config, round_number)
+        if level.kind == "speed":
+            first = sum(round_size(self.config, earlier) for earlier in range(round_number))
+            part = self.trace[first : first + number]
+            yield from (each._replace(at=(each.at - part[0].at) / level.value) for each in part)
+            return
         prompts, outputs = self.config.prompt_lengths, self.config.output_lengths
         due_s = 0.0
-        for _ in range(round_size(self.config, round_number)):
+        for _ in range(number):
             if level.kind == "rate":
                 due_s += rng.expovariate(level.value)
-            prompt = _words(words_rng, self.tokens.num_words(prompts.choose(rng)))
-            yield PlannedRequest(due_s, prompt, outputs.choose(rng))
+            yield SizedArrival(due_s, prompts.choose(rng), outputs.choose(rng))
 
     def warmup(self, server: int) -> list[PlannedRequest]:
         """Return the requests of which nothing is counted: of the longest prompts and answers."""
         rng = random.Random(f"{self.run_id} warmup {server}")
-        words = self.tokens.num_words(self.config.prompt_lengths.longest)
-        longest = self.config.output_lengths.longest
-        return [PlannedRequest(0.0, _words(rng, words), longest) for _ in range(self.config.warmup)]
+        prompt_tokens, output_tokens = longest(self.config, self.trace)
+        words = self.tokens.num_words(prompt_tokens)
+        return [PlannedRequest(0.0, _words(rng, words), output_tokens) for _ in range(self.config.warmup)]
+
+
+def longest(config: BenchConfig, trace: Sequence[SizedArrival]) -> tuple[int, int]:
+    """Return the tokens of the longest prompt, and of the longest answer."""
+    if not trace:
+        return config.prompt_lengths.longest, config.output_lengths.longest
+    return max(each.prompt_tokens for each in trace), max(each.answer_tokens for each in trace)
 
 
 def round_size(config: BenchConfig, round_number: int) -> int:

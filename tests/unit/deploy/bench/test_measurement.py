@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -44,6 +47,23 @@ async def test_requests_of_a_rate_are_sent_when_they_are_due() -> None:
     due = [each.due_s for each in only.observations]
     assert all(each.sent_s >= each.due_s > 0 for each in only.observations)
     assert only.seconds >= max(due)
+
+
+async def test_a_trace_is_replayed(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    sizes = [{"timestamp": 40 * at, "input_length": 35, "output_length": 1 + at} for at in range(6)]
+    path.write_text("\n".join(map(json.dumps, sizes)))
+    async with token_stream() as server:
+        config = BenchConfig(server=(server.url,), trace=path, speed="2,4", requests=6, rounds=1)
+        result = await measure(config, lambda line: None)
+        with pytest.raises(BenchFailed, match="has 6 requests, fewer than --requests 7"):
+            await measure(replace(config, requests=7), lambda line: None)
+    for level in result.levels:
+        [[only]] = level.rounds.values()
+        seen = sorted(only.observations, key=lambda each: each.due_s)
+        due = [at * 0.04 / level.level.value for at in range(6)]
+        assert [each.due_s for each in seen] == pytest.approx(due)
+        assert [each.output_tokens for each in seen] == [1, 2, 3, 4, 5, 6]
 
 
 async def test_a_server_that_fails_before_the_measurement_ends_it() -> None:

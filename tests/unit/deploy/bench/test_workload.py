@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import statistics
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvferry.deploy.bench.arrivals import SizedArrival
 from kvferry.deploy.bench.config import BenchConfig, Lengths, Level
 from kvferry.deploy.bench.workload import TokensPerWord, Workload, measure_tokens, round_size
 
@@ -49,6 +52,31 @@ def test_requests_arrive_at_the_rate() -> None:
 def test_with_a_concurrency_nothing_waits_for_its_time() -> None:
     requests = Workload(BenchConfig(), TOKENS, "run").requests(Level("concurrency", 4), 0, 0)
     assert {each.due_s for each in requests} == {0.0}
+
+
+def test_a_trace_is_replayed_part_by_part_at_its_speed() -> None:
+    trace = [SizedArrival(10.0 + 2 * number, 50 + 3 * number, 1 + number) for number in range(5)]
+    config = BenchConfig(requests=5, rounds=2, trace=Path(__file__))
+    workload = Workload(config, TOKENS, "run", trace)
+    rounds = [list(workload.requests(Level("speed", 4.0), number, 0)) for number in range(2)]
+    assert [[each.due_s for each in part] for part in rounds] == [[0.0, 0.5, 1.0], [0.0, 0.5]]
+    assert [each.output_tokens for part in rounds for each in part] == [1, 2, 3, 4, 5]
+    assert [len(each.prompt.split()) for part in rounds for each in part] == [15, 16, 17, 18, 19]
+    assert len(workload.warmup(0)[0].prompt.split()) == 19
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"speed": "2"}, "speed needs --trace"),
+        ({"trace": Path(__file__), "rate": "1"}, "exclude each other"),
+        ({"trace": Path(__file__), "speed": "0"}, "speed must be numbers greater than 0"),
+        ({"trace": Path("nowhere")}, "trace"),
+    ],
+)
+def test_options_of_a_trace(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        BenchConfig(**options)
 
 
 def test_the_rounds_have_all_requests() -> None:
