@@ -63,6 +63,7 @@ FOREIGN = {
     "--kv-transfer-config",
     "--page-size",
     "--scheduling-policy",
+    "--enable-deterministic-inference",
     "--enable-priority-scheduling",
     "--schedule-low-priority-values-first",
     "--disable-log-stats",
