@@ -70,6 +70,7 @@ class Fault:
     encoding: str = "utf-8"
     """Of what a `status` answer says."""
     bare: bool = False
+    message: str = "as it was told to fail"
     retry_after: str | None = None
     after_events: int = 2
 
@@ -80,7 +81,7 @@ class Fault:
                 status=self.status, text="<html>no upstream</html>", content_type="text/html"
             )
         else:
-            answer = _error(self.status, "as it was told to fail", encoding=self.encoding)
+            answer = _error(self.status, self.message, encoding=self.encoding)
         if self.retry_after is not None:
             answer.headers["Retry-After"] = self.retry_after
         return answer

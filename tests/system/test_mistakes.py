@@ -88,7 +88,7 @@ MISTAKES = [
     ("bench --rat 1", 2, "--rat: no such option; did you mean --rate?"),
     ("bench localhost:10001", 2, "--server must be http://HOST:PORT or NAME=http://HOST:PORT, got 'local"),
     ("bench http://a:1 http://a:1/v1", 2, "--server: two servers have the same name; give others as "),
-    ("bench --rate 1 --concurrency 2", 2, "--rate and --concurrency cannot both be given"),
+    ("bench --rate 1 --concurrency 2", 2, "--rate, --concurrency and --trace exclude each other"),
     ("bench --rate fast", 2, "--rate must be numbers greater than 0 with commas between, got 'fast'"),
     ("bench --concurrency 1.5", 2, "--concurrency must be whole numbers greater than 0 with commas between"),
     ("bench --prompt-tokens 9:3", 2, "--prompt-tokens must be N, LOW:HIGH or several of these with commas"),

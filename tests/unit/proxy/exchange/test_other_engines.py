@@ -15,6 +15,7 @@ import pytest
 
 from kvferry.proxy.exchange import attempt
 from kvferry.proxy.exchange.kv_lifetime import SURE_S
+from kvferry.proxy.wire.dialects import KV_UNREAD
 from tests.standins.agents import Fault
 from tests.standins.engines import (
     CACHED_AT_PREFILL,
@@ -282,6 +283,21 @@ async def test_a_lost_leg_means_another_attempt_with_fresh_ids(fleet: Fleet, leg
         ids = transfers(server)
         assert len(ids) == len(set(ids))
     await decode.until(lambda: not decode.running)
+
+
+@only("sglang")
+@pytest.mark.parametrize("stage", [{"breaker_failures": 1, "decode_policy": "session"}], indirect=True)
+async def test_after_kv_that_was_not_read_the_retry_avoids_the_decode_server(fleet: Fleet) -> None:
+    """Which the session would have it ask again. The prefill server is asked again: it is not to blame."""
+    prefill, first = await fleet.pair()
+    second = await fleet.server("decode")
+    expected = (await reference(BODY))["choices"]
+    for number in range(4):
+        unread = Fault("prefill", "status", status=503, message=f"{KV_UNREAD}: the lease expired")
+        prefill.faults.append(unread)
+        async with fleet.stage.post(BODY, headers={"X-Session-Id": str(number)}) as response:
+            assert (await response.json())["choices"] == expected
+    assert (len(prefill.asked), len(first.asked), len(second.asked)) == (8, 4, 4)
 
 
 @every_kind
