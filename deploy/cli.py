@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, distribution, requires, version
 from typing import Any
 
-from kvferry.common.options import did_you_mean, take_option
+from kvferry.common.options import did_you_mean, exit_with, take_option
 
 # Entry points are named, not imported: `kvferry proxy` must not pay for torch.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -93,10 +93,7 @@ def _is_installed(name: str) -> bool:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one subcommand and return its exit status.
-
-    2: for a command line that cannot be understood, or a command whose packages are not installed.
-    """
+    """Run one subcommand and return its exit status; 2 for a command line that cannot be understood."""
     words = sys.argv[1:] if argv is None else argv
     if "_ARGCOMPLETE" in os.environ:
         return _run(COMPLETER, [*COMMANDS])
@@ -140,19 +137,18 @@ def _run(entry_point: str, words: list[str]) -> int:
         return int(_named(entry_point)(words))
     except KeyboardInterrupt:  # of a command that has nothing to finish
         return INTERRUPTED
+
+
+def _named(entry_point: str) -> Any:
+    """Import what an entry point names. Exits with a message if a package is missing that this needs."""
+    module, _, name = entry_point.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:  # installed with --no-deps, into an engine's environment
         package = (error.name or "").partition(".")[0]
         if package in ("", "kvferry"):
             raise
-        print(
-            f"kvferry: this command needs the package {package}, which is not installed here", file=sys.stderr
-        )
-        return 2
-
-
-def _named(entry_point: str) -> Any:
-    module, _, name = entry_point.partition(":")
-    return getattr(importlib.import_module(module), name)
+        exit_with("kvferry", f"this command needs the package {package}, which is not installed here")
 
 
 if __name__ == "__main__":

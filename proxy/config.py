@@ -108,8 +108,8 @@ class ProxyConfig(HttpOptions, TraceOptions, LogOptions):
     Limits:
         prefill_limit: Maximum of requests in flight at one prefill agent. Default: what the agent reports.
         decode_limit: Maximum of sequences in flight at one decode agent. Default: what the agent reports.
-        queue_limit: Maximum of requests queued for a busy fleet; more are rejected with 429. Those of a lower
-            x-priority go first, then API keys share by tokens, and earlier deadlines go first.
+        queue_limit: Maximum of requests queued for a busy fleet; more are rejected with 429. Waiting requests
+            with a lower x-priority go first, then API keys share by tokens, and earlier deadlines go first.
 
     Security:
         api_keys: File of the API keys that clients must send, each with its limits (admin, requests=10/s,

@@ -222,7 +222,9 @@ class TooManyViewers(ProxyError):
 
 
 class Overloaded(ProxyError):
-    """Every agent that could serve is at its limit, and the queue is full or did not advance in time."""
+    """Every agent that could serve is at its limit, and the queue is full or did not advance in time; or the
+    first token would come later than the client wants it.
+    """
 
     status = 429
     code = "overloaded"

@@ -278,7 +278,7 @@ class KvferrySender(CommonKVSender):
 
     def failure_exception(self) -> None:
         """Raise why the request has failed. SGLang answers 503 if its KV was lent and not read, else 500."""
-        is_unread = self._loan is not None and self._loan.is_wanted and self._request.finished_reason is None
+        is_unread = self._loan is not None and self._loan.was_lent and self._request.finished_reason is None
         try:
             super().failure_exception()
         except Exception as error:

@@ -37,8 +37,8 @@ class Loan:
     failure: str = ""
 
     @property
-    def is_wanted(self) -> bool:
-        """Whether the pages were lent, and not withdrawn: then only the decode server can have failed."""
+    def was_lent(self) -> bool:
+        """Whether the pages were lent, and not withdrawn. No failure of the request is this rank's then."""
         return self.failure not in (_DUPLICATE, _WITHDRAWN)
 
 

@@ -46,7 +46,7 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
-    if options.steps != ["load"] and not any(each.startswith("kvferry") for each in options.systems):
+    if options.steps != ["load"] and not _ours(options):
         print(f"--systems has none of ours, which {' '.join(options.steps)} is about", file=sys.stderr)
         return 2
     options.logs.mkdir(parents=True, exist_ok=True)
@@ -132,18 +132,16 @@ class _Load:
 
 
 async def _same(setup: Setup, options: argparse.Namespace, found: Found) -> None:
-    systems = [system for system in options.systems if system.startswith("kvferry")]
-    await same_answers(_for_checks(setup, options), systems, options.prompts, found)
+    await same_answers(_for_checks(setup, options), _ours(options), options.prompts, found)
 
 
 async def _late(setup: Setup, options: argparse.Namespace, found: Found) -> None:
-    for system in options.systems:
-        if system.startswith("kvferry"):
-            found[system] = await late_readers(_for_checks(setup, options), system, options.trials)
+    for system in _ours(options):
+        found[system] = await late_readers(_for_checks(setup, options), system, options.trials)
 
 
 async def _decode(setup: Setup, options: argparse.Namespace, found: Found) -> None:
-    system = _ours(options)
+    system = _ours(options)[0]
     await decode_steps(setup, system, _vocabulary(setup), found.setdefault(system, {}))
 
 
@@ -151,7 +149,7 @@ async def _timeline(setup: Setup, options: argparse.Namespace, found: Found) -> 
     """At each rate, of the first of our systems, whose servers note more than they do under `load`."""
     path = options.logs / "timeline.jsonl"
     path.unlink(missing_ok=True)
-    system = _ours(options)
+    system = _ours(options)[0]
     async with running(system, replace(setup, timeline=path)) as fleet:
         await offer(fleet.url, *WARM_UP, _vocabulary(setup), seed=0)
         for rate in options.timeline_rates:
@@ -170,9 +168,9 @@ def _for_checks(setup: Setup, options: argparse.Namespace) -> Setup:
     return replace(setup, model=options.check_model, arguments=words)
 
 
-def _ours(options: argparse.Namespace) -> System:
-    """The first of our systems."""
-    return next(system for system in options.systems if system.startswith("kvferry"))
+def _ours(options: argparse.Namespace) -> list[System]:
+    """Our systems, each over one backend."""
+    return [system for system in options.systems if system.startswith("kvferry")]
 
 
 def _setting(word: str) -> tuple[str, Any]:

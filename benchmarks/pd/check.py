@@ -43,8 +43,8 @@ class Answer:
 async def same_answers(
     setup: Setup, systems: Sequence[System], num_prompts: int, found: dict[str, dict[str, Any]]
 ) -> None:
-    """How many greedy answers of each system equal a plain server's. The first token of another lies within
-    LOGPROB_GAP of the plain server's (`ties`) or not (`wrong`).
+    """Put into `found` how many greedy answers of each system equal a plain server's. The first token of
+    another lies within LOGPROB_GAP of the plain server's (`ties`) or not (`wrong`).
     """
     prompts = [prompt.prompt for prompt in heldout(num_prompts)]
     async with running("plain", setup) as fleet:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import csv
 import gzip
 import io
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -13,6 +14,8 @@ from random import Random
 from typing import NamedTuple
 
 import msgspec
+
+from kvferry.common.exceptions import message_of
 
 MAX_TOKENS = 10_000_000
 """Of a prompt, or of an answer."""
@@ -42,8 +45,8 @@ def read_trace(path: Path) -> list[SizedArrival]:
         if raw.startswith(b"\x1f\x8b"):
             raw = gzip.decompress(raw)
         found = sorted(_mooncake(raw) if raw.lstrip().startswith(b"{") else _azure(raw.decode()))
-    except (EOFError, TypeError) as error:
-        raise ValueError(f"{path} is cut off: {error}") from error
+    except (ValueError, EOFError, TypeError, zlib.error, csv.Error) as error:
+        raise ValueError(f"{path} is damaged, or no trace: {message_of(error)}") from error
     if not found:
         raise ValueError(f"{path} holds no requests")
     if (most := max(max(each[1:]) for each in found)) > MAX_TOKENS:
@@ -52,10 +55,10 @@ def read_trace(path: Path) -> list[SizedArrival]:
 
 
 def poisson(
-    prompt: Callable[[Random], int], answer: Callable[[Random], int], rate: float, number: int, seed: int = 0
+    prompt: Callable[[Random], int], answer: Callable[[Random], int], rate: float, number: int, rng: Random
 ) -> list[SizedArrival]:
     """Make a load of requests that come at random times, so many per second on average."""
-    rng, at, made = Random(seed), 0.0, []
+    at, made = 0.0, []
     for _ in range(number):
         at += rng.expovariate(rate)
         made.append(SizedArrival(at, prompt(rng), answer(rng)))

@@ -11,7 +11,6 @@ from contextlib import AsyncExitStack
 
 import msgspec
 
-from kvferry.common.exceptions import message_of
 from kvferry.deploy.bench.arrivals import SizedArrival, read_trace
 from kvferry.deploy.bench.client import BenchClient, BenchFailed, Observation, connected_client
 from kvferry.deploy.bench.config import BenchConfig, Level
@@ -70,7 +69,7 @@ def _trace(config: BenchConfig) -> list[SizedArrival]:
     try:
         trace = read_trace(config.trace)
     except ValueError as error:
-        raise BenchFailed(f"{config.trace}: {message_of(error)}") from error
+        raise BenchFailed(str(error)) from error
     if len(trace) < config.requests:
         raise BenchFailed(
             f"{config.trace} has {len(trace)} requests, fewer than --requests {config.requests}"

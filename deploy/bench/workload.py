@@ -10,7 +10,7 @@ import random
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kvferry.deploy.bench.arrivals import SizedArrival
+from kvferry.deploy.bench.arrivals import SizedArrival, poisson
 from kvferry.deploy.bench.config import BenchConfig, Level
 
 WORDS = tuple(
@@ -100,11 +100,10 @@ class Workload:
             yield from (each._replace(at=(each.at - part[0].at) / level.value) for each in part)
             return
         prompts, outputs = self.config.prompt_lengths, self.config.output_lengths
-        due_s = 0.0
-        for _ in range(number):
-            if level.kind == "rate":
-                due_s += rng.expovariate(level.value)
-            yield SizedArrival(due_s, prompts.choose(rng), outputs.choose(rng))
+        if level.kind == "rate":
+            yield from poisson(prompts.choose, outputs.choose, level.value, number, rng)
+            return
+        yield from (SizedArrival(0.0, prompts.choose(rng), outputs.choose(rng)) for _ in range(number))
 
     def warmup(self, server: int) -> list[PlannedRequest]:
         """Return the requests of which nothing is counted: of the longest prompts and answers."""
@@ -115,10 +114,11 @@ class Workload:
 
 
 def longest(config: BenchConfig, trace: Sequence[SizedArrival]) -> tuple[int, int]:
-    """Return the tokens of the longest prompt, and of the longest answer."""
+    """Return the tokens of the longest prompt and the longest answer; of a trace, of its longest request."""
     if not trace:
         return config.prompt_lengths.longest, config.output_lengths.longest
-    return max(each.prompt_tokens for each in trace), max(each.answer_tokens for each in trace)
+    largest = max(trace, key=lambda each: each.prompt_tokens + each.answer_tokens)
+    return largest.prompt_tokens, largest.answer_tokens
 
 
 def round_size(config: BenchConfig, round_number: int) -> int:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import NamedTuple
 
 import msgspec
@@ -112,7 +113,7 @@ def load_of(config: PlanConfig) -> list[SizedArrival]:
         return load if config.rate is None else at_rate(load, config.rate)
     prompts = Lengths.parse("--prompt-tokens", config.prompt_tokens)
     answers = Lengths.parse("--output-tokens", config.output_tokens)
-    return poisson(prompts.choose, answers.choose, config.rate or 8.0, config.requests, config.seed)
+    return poisson(prompts.choose, answers.choose, config.rate or 8.0, config.requests, Random(config.seed))
 
 
 def outcomes(config: PlanConfig, load: Sequence[SizedArrival], model: ServerModel) -> Iterator[PlanRow]:

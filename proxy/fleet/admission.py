@@ -30,6 +30,7 @@ MAX_WORK = 1e9
 """Most tokens that a request counts as; what agents report of answers may be anything."""
 
 Route = Callable[[], Pair | NoPair]
+"""Chooses a pair. Raises `Overloaded` for a request that is to be rejected."""
 Free = Callable[[Incarnation, int, bool], None]
 """Releases slots at an agent; the last argument says whether they are a pair's prefill leg's."""
 
@@ -125,7 +126,8 @@ class Admission:
             The reservation, or why there is no pair to wait for.
 
         Raises:
-            Overloaded: too many wait, it waited too long, or would.
+            Overloaded: too many wait, it waited too long, its first token is predicted to come after
+                `reject_at`, or another request took its place in a full queue.
         """
         is_behind = not first and request.model in self._queues
         if not is_behind:
@@ -224,7 +226,7 @@ class Admission:
         queue = self._queues.get(request.model, FairQueue[_Waiter]())
         flow = queue.flow(waiter)
         if flow and flow[0].order < waiter.order and since + (since - flow[0].since) > reject_at:
-            raise self.too_late()
+            raise self.too_late(since + (since - flow[0].since) - reject_at)
         if self.waiting >= self._max_waiting and not first:
             self._make_place(waiter, len(flow))
         self._queues[request.model] = queue

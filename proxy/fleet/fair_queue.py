@@ -9,7 +9,8 @@
 3. Of one key, the request with the least `order` is next: its deadline, and equals as they came.
 
 A key is kept while it waits, and until the virtual time has reached its own. Nothing is kept of a priority of
-which no request waits. Operations take O(log n) comparisons.
+which no request waits. To add, remove and find the head takes O(log n) comparisons of n requests
+and one of each priority; to find the longest flow takes one of each key.
 """
 
 from __future__ import annotations
@@ -34,15 +35,12 @@ W = TypeVar("W", bound=Waiter)
 _BY_ORDER = attrgetter("order")
 
 
-class _Flow(list[W]):
-    """The requests of one key and priority, in order."""
-
-
 class _Class(Generic[W]):
     """The requests of one priority."""
 
     def __init__(self) -> None:
-        self.flows: dict[bytes, _Flow[W]] = {}
+        self.flows: dict[bytes, list[W]] = {}
+        """The requests of each key, in order."""
         self.num_waiting = 0
         self._by_start: list[tuple[float, int, bytes]] = []
         """A heap of the flows, by virtual start times."""
@@ -52,7 +50,7 @@ class _Class(Generic[W]):
     def add(self, waiter: W) -> None:
         flow = self.flows.get(waiter.key)
         if flow is None:
-            flow = self.flows[waiter.key] = _Flow()
+            flow = self.flows[waiter.key] = []
             heapq.heappush(self._by_start, (self._virtual_time, next(self._numbers), waiter.key))
         insort(flow, waiter, key=_BY_ORDER)
         self.num_waiting += 1
@@ -98,7 +96,7 @@ class FairQueue(Generic[W]):
         self._classes.setdefault(waiter.priority, _Class()).add(waiter)
 
     def head(self) -> W:
-        """Return the next one; there must be one."""
+        """Return the next one; there must be one. Keys that are no longer kept are dropped."""
         return self._classes[min(self._classes)].head()
 
     def remove(self, waiter: W, work: float | None = None) -> None:
@@ -109,10 +107,10 @@ class FairQueue(Generic[W]):
             del self._classes[waiter.priority]
 
     def flow(self, waiter: W) -> list[W]:
-        """Return the requests of the same key and priority that wait, in order."""
+        """Return the requests of the same key and priority that wait, in order; not to be changed."""
         of_priority = self._classes.get(waiter.priority)
         return [] if of_priority is None else of_priority.flows.get(waiter.key, [])
 
     def longest(self) -> list[W]:
-        """Return the longest flow of the least urgent; its last one is the first to make place."""
+        """Return the longest flow of the least urgent; its last one makes place first. Not to be changed."""
         return max(self._classes[max(self._classes)].flows.values(), key=len)

@@ -63,6 +63,7 @@ class FleetSettings:
         )
 
 
+MEASURE_S = 60.0
 _MISSING: Mapping[NoPair, Leg] = MappingProxyType({NoPair.NO_PREFILL: "prefill", NoPair.NO_DECODE: "decode"})
 """The leg that no agent serves."""
 
@@ -75,7 +76,8 @@ class AcquireRequest(msgspec.Struct, frozen=True, kw_only=True):
         exclude: Agents that have just failed this request; not empty for a retry, which goes before others.
         must_match: An agent from which the client has tokens: the pair must sample the same ones.
         pinned: The agents that are to serve it: policies, limits and the canary's findings do not count.
-        reject_at: It is rejected if its first token is predicted to come later, on that clock.
+        reject_at: It is rejected once it has waited until then, or if its first token is predicted to come
+            later, on that clock.
     """
 
     routing_request: RoutingRequest
@@ -123,11 +125,13 @@ class Fleet:
         self._turns = Turns()
         self.router = make_router(settings, self.slots)
         self.clock = clock
+        self._measured_at = clock()
 
     def acquire(self, request: AcquireRequest) -> Coroutine[Any, Any, Reservation | NoPair]:
         """Wait for a pair with room and reserve its slots, or return why there is none to wait for.
 
-        Raises `Overloaded` when too many wait or it waited too long.
+        Raises `Overloaded` when too many wait, it waited too long, or its first token would come after
+        `reject_at`.
         """
         if not request.exclude and request.must_match is None and request.pinned is None:
             asked = request.routing_request
@@ -227,6 +231,7 @@ class Fleet:
                 self.admission.pump()
 
     def _route(self, request: AcquireRequest) -> Pair | NoPair:
+        """Choose a pair. Raises `Overloaded`, and counts it, if the first token would come too late."""
         snapshot = self.registry.snapshot()
         if request.pinned is not None:
             return self._pinned(snapshot, request.routing_request, request.pinned)
@@ -247,15 +252,33 @@ class Fleet:
         )
         if not isinstance(chosen, Decision):
             return chosen
-        predicted = chosen.pair.prediction
-        if predicted is not None and predicted.first_token_at > request.reject_at:
-            raise self.admission.too_late(predicted.first_token_at - request.reject_at)
+        first_token_at = self._first_token_at(chosen.pair)
+        if first_token_at > request.reject_at and not self._is_to_be_measured(chosen.pair):
+            raise self.admission.too_late(first_token_at - request.reject_at)
         if chosen.is_decode_only:
             self._metrics.decode_only.inc()
         self.router.apply(chosen, asked, self._turns, snapshot.models)
         pair = chosen.pair
         self.registry.attempt_started({pair.prefill.info.incarnation, pair.decode.info.incarnation})
         return pair
+
+    def _first_token_at(self, pair: Pair) -> float:
+        """Return when the first token is predicted to come; now, unless agents were chosen by that."""
+        if pair.prediction is None or self.settings.prefill_policy != "least_work":
+            return self.clock()
+        return max(self.clock(), pair.prediction.first_token_at)
+
+    def _is_to_be_measured(self, pair: Pair) -> bool:
+        """Whether a request goes to an idle prefill agent although it is predicted to be late there: one per
+        `MEASURE_S`, since an agent that is taken for slower than it is would otherwise stay so.
+        """
+        if (
+            self.slots.in_flight(pair.prefill.info.incarnation)
+            or self.clock() < self._measured_at + MEASURE_S
+        ):
+            return False
+        self._measured_at = self.clock()
+        return True
 
     def _pinned(self, snapshot: Snapshot, request: RoutingRequest, pinned: PinnedPair) -> Pair | NoPair:
         ready = {node.incarnation: node for node in snapshot.nodes if node.state is NodeState.READY}

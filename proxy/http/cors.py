@@ -10,9 +10,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-if (
-    TYPE_CHECKING
-):  # `kvferry doctor` runs in an engine's environment, which may not have what the server needs
+# `kvferry doctor` runs in an engine's environment, which may not have what the server needs.
+if TYPE_CHECKING:
     from kvferry.common.http.server import Header
 
 ANY = "*"

@@ -447,9 +447,9 @@ class Metrics:
         )
         self.rejections = Counter(
             "kvferry_proxy_rejections",
-            "Requests rejected with 429 because all agents were full: the queue was full (queue_full), or "
-            "the request waited longer than --queue-timeout-s (queue_timeout). Or because the first token of "
-            "a request with x-slo-reject would miss its objective (objective).",
+            "Requests rejected with 429: the queue was full (queue_full), the request waited longer than "
+            "--queue-timeout-s (queue_timeout), or it has x-slo-reject and its first token would miss the "
+            "objective (objective).",
             ["reason"],
             registry=registry,
         )

@@ -813,6 +813,7 @@ async def test_what_is_still_on_its_way_to_a_draining_agent_is_served(model: Pat
 
             while await ack(1) != "ready":
                 pass
+            await ack(1)  # sent when the first has been read
             async with agent.http.post(agent.url + "/drain") as response:
                 assert response.status == 202
             while await ack(1) != "draining":

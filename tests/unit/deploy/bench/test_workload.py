@@ -62,7 +62,10 @@ def test_a_trace_is_replayed_part_by_part_at_its_speed() -> None:
     assert [[each.due_s for each in part] for part in rounds] == [[0.0, 0.5, 1.0], [0.0, 0.5]]
     assert [each.output_tokens for part in rounds for each in part] == [1, 2, 3, 4, 5]
     assert [len(each.prompt.split()) for part in rounds for each in part] == [15, 16, 17, 18, 19]
-    assert len(workload.warmup(0)[0].prompt.split()) == 19
+    [*_, warmup] = workload.warmup(0)
+    assert (len(warmup.prompt.split()), warmup.output_tokens) == (19, 5)
+    odd = Workload(config, TOKENS, "run", [SizedArrival(0.0, 62, 1), SizedArrival(1.0, 50, 30)])
+    assert [len(each.prompt.split()) for each in odd.warmup(0)] == [15, 15], "no request of both lengths"
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvferry.proxy.api.auth import ANONYMOUS, ApiKeys, BadKeyFile
+from kvferry.proxy.fleet.fleet import MEASURE_S
 from kvferry.proxy.request import MAX_PRIORITY, MIN_PRIORITY
 from kvferry.proxy.wire.registration import Capacity
 from tests.helpers.waiting import until
@@ -19,6 +20,8 @@ from tests.unit.proxy.conftest import Stage, StartStage
 
 BODY = {"model": "stand-in", "prompt": [1, 2, 3], "max_tokens": 3}
 PLAIN, URGENT, BATCH = "plain-key-0123456789", "urgent-key-0123456789", "batch-key-0123456789"
+LONG_S = 60.0
+"""How long an answer takes that others wait for."""
 KEYS = f"{PLAIN}\n{URGENT} priority=-5 requests=100/s\n{BATCH} priority=7\n"
 MEASURED = Capacity(token_s=1.0, step_s=1e-4, sequence_s=0.0, answers=1, answer_tokens=5)
 """The prompt above takes 3 s, as predicted."""
@@ -57,8 +60,9 @@ def key(name: str) -> dict[str, str]:
 
 async def test_a_priority_goes_as_far_as_the_key_allows(start_stage: StartStage, key_file: Path) -> None:
     stage = await start_stage(api_keys=key_file)
-    _, decode = await stage.pair(max_running=1, interval_s=0.05)
-    busy = asyncio.ensure_future(ask(stage, key(PLAIN), max_tokens=200))
+    _, decode = await stage.pair(max_running=1)
+    decode.interval_s = LONG_S
+    busy = asyncio.ensure_future(ask(stage, key(PLAIN)))
     asked = [{"headers": key(name) | {"x-priority": "-9"}} for name in (PLAIN, URGENT, BATCH)]
     asked += [{"headers": key(BATCH)}, {"headers": key(PLAIN) | {"X-Priority": "3"}}]
     assert await waiting_priorities(stage, decode, asked) == sorted([0, -5, 7, 7, 3])
@@ -91,8 +95,9 @@ async def test_our_agents_have_no_priorities(stage: Stage) -> None:
 
 
 async def test_without_keys_a_header_may_say_any_priority(stage: Stage) -> None:
-    _, decode = await stage.pair(max_running=1, interval_s=0.05)
-    busy = asyncio.ensure_future(ask(stage, {}, max_tokens=200))
+    _, decode = await stage.pair(max_running=1)
+    decode.interval_s = LONG_S
+    busy = asyncio.ensure_future(ask(stage, {}))
     values = [MIN_PRIORITY, -1, 0, MAX_PRIORITY]
     asked = [{"headers": {"x-priority": str(value)}} for value in values]
     assert await waiting_priorities(stage, decode, asked) == values
@@ -156,7 +161,17 @@ async def test_what_is_predicted_to_be_late_is_rejected_if_the_client_wants_that
         {"x-slo-ttft-ms": "3600000", "x-slo-reject": "true"},
     ):
         assert (await ask(stage, headers))[0] == 200
+    stage.proxy.fleet._measured_at -= MEASURE_S
+    assert (await ask(stage, late))[0] == 200, "an idle agent is measured again, as it may have become faster"
+    assert (await ask(stage, late))[0] == 429
     await stage.assert_quiescent()
+
+
+async def test_policies_that_do_not_compare_predictions_reject_by_none(start_stage: StartStage) -> None:
+    stage = await start_stage(prefill_policy="round_robin")
+    for role in ("prefill", "decode"):
+        await stage.agent(role, overrides={"capacity": MEASURED})  # type: ignore[arg-type]
+    assert (await ask(stage, {"x-slo-reject": "true", "x-slo-ttft-ms": "1100"}))[0] == 200
 
 
 async def test_what_nobody_can_predict_is_served(stage: Stage) -> None:
@@ -165,8 +180,9 @@ async def test_what_nobody_can_predict_is_served(stage: Stage) -> None:
 
 
 async def test_no_more_than_the_objective_is_waited_for_a_slot(stage: Stage) -> None:
-    _, decode = await stage.pair(max_running=1, interval_s=0.05)
-    busy = asyncio.ensure_future(ask(stage, {}, max_tokens=200))
+    _, decode = await stage.pair(max_running=1)
+    decode.interval_s = LONG_S
+    busy = asyncio.ensure_future(ask(stage, {}))
     await decode.until(lambda: decode.running)
     status, answer, retry_after = await ask(stage, {"x-slo-reject": "true", "x-slo-ttft-ms": "50"})
     assert (status, answer["error"]["code"]) == (429, "overloaded") and int(retry_after or 0) >= 1
