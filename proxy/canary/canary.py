@@ -214,7 +214,7 @@ class Canary:
             names = (info.name or info.location for info in (prefill, decode))
             record = self._records[pair] = PairRecord(" → ".join(names))
         record.probed_at = self._probed_at[pair.prefill] = time.monotonic()
-        prompt, salt = of_model.prompts.make(prefill.prefill_chunk, decode.max_model_len, OUTPUT_TOKENS)
+        prompt, salt = of_model.prompts.make(pair, prefill.prefill_chunk, decode.max_model_len, OUTPUT_TOKENS)
         return _Probe(pair, prefill, decode, record, of_model, prompt, salt)
 
     async def _compare(self, probe: _Probe) -> ProbeReport:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Hashable
 from random import Random
 
 _WORDS = """
@@ -17,13 +18,15 @@ _WORDS = """
 """
 LEAST_TOKENS = 8
 LONG_EVERY = 8
-"""One prompt in so many is longer than a chunk of the prefill server."""
+"""One prompt in so many, on average, is longer than a chunk of the prefill server. Pairs take turns, so every
+eighth would always be the same pairs'.
+"""
 LONGER = 1.25
 """Than a chunk, if the estimate of its tokens is right."""
 DEFAULT_CHUNK = 512
 MAX_PROMPT_TOKENS = 16384
 REPEAT_EVERY = 3
-"""One prompt in so many begins as an earlier one did."""
+"""One prompt in so many, on average, begins as an earlier one of its pair did."""
 MAX_REMEMBERED = 64
 
 
@@ -37,30 +40,34 @@ class Prompts:
     def __init__(self, rng: Random) -> None:
         self._rng = rng
         self._words = _WORDS.split()
-        self._made = 0
         self._chars_per_token = 1.0
         """A tokenizer with more characters per token makes the first prompts shorter than intended."""
-        self._remembered: deque[tuple[str, str]] = deque(maxlen=MAX_REMEMBERED)
+        self._remembered: deque[tuple[Hashable, str, str]] = deque(maxlen=MAX_REMEMBERED)
 
-    def make(self, chunk: int | None, max_model_len: int, output_tokens: int) -> tuple[str, str]:
+    def make(
+        self, pair: Hashable, chunk: int | None, max_model_len: int, output_tokens: int
+    ) -> tuple[str, str]:
         """Return a prompt, and the `cache_salt` with which it is to be sent to a pair.
+
+        With a salt go the caches that the earlier prompt has filled, so no two pairs get the same one: KV
+        that was wrong at one pair would make another one's answer differ.
 
         `chunk`: tokens that the prefill server computes per step; None if it does not say. `max_model_len`:
         the longest context, 0 if unknown.
         """
-        self._made += 1
         longest = min(max_model_len or MAX_PROMPT_TOKENS, MAX_PROMPT_TOKENS) - output_tokens - LEAST_TOKENS
         chunk = chunk or DEFAULT_CHUNK
         tokens = math.exp(self._rng.uniform(math.log(LEAST_TOKENS), math.log(max(chunk, LEAST_TOKENS))))
-        if self._made % LONG_EVERY == 0:
+        if self._rng.randrange(LONG_EVERY) == 0:
             tokens = LONGER * chunk
         chars = max(1, round(min(tokens, max(longest, 1)) * self._chars_per_token))
         beginning, salt = "", f"kvferry-canary-{self._rng.getrandbits(64):016x}"
-        if self._remembered and self._made % REPEAT_EVERY == 0:
-            earlier, salt = self._rng.choice(self._remembered)
+        of_pair = [each for each in self._remembered if each[0] == pair]
+        if of_pair and self._rng.randrange(REPEAT_EVERY) == 0:
+            _, earlier, salt = self._rng.choice(of_pair)
             beginning = earlier[: self._rng.randrange(len(earlier) + 1)]
         prompt = (beginning + self._text(chars - len(beginning)))[:chars]
-        self._remembered.append((prompt, salt))
+        self._remembered.append((pair, prompt, salt))
         return prompt, salt
 
     def learn(self, prompt: str, tokens: int) -> None:
