@@ -228,17 +228,17 @@ class Admission:
         if flow and flow[0].order < waiter.order and since + (since - flow[0].since) > reject_at:
             raise self.too_late(since + (since - flow[0].since) - reject_at)
         if self.waiting >= self._max_waiting and not first:
-            self._make_place(waiter, len(flow))
+            self._evict_for(waiter, len(flow))
         self._queues[request.model] = queue
         queue.add(waiter)
         self.waiting += 1
         self._metrics.queue_length.add(metrics.model, 1)
         return waiter
 
-    def _make_place(self, waiter: _Waiter, num_own: int) -> None:
-        """Reject another request: of the longest queue of a key, of the least urgent ones that wait.
+    def _evict_for(self, waiter: _Waiter, num_own: int) -> None:
+        """Reject another request: of the key with most of the least urgent ones that wait.
 
-        Raises `Overloaded` where this one would be the next to make place.
+        Raises `Overloaded` where this one would be the next to be evicted.
         """
         message = "all agents are busy, and too many requests wait for them"
         flow = max(
@@ -265,8 +265,8 @@ class Admission:
         self._metrics.queue_length.add(waiter.metrics.model, -1)
 
     def _overloaded(self, reason: str, message: str, retry_after_s: float | None = None) -> Overloaded:
-        """Count a rejection. By default, its `Retry-After` is how long the first of those that would make
-        place has been waiting.
+        """Count a rejection. By default, its `Retry-After` is how long the first of those that would be
+        evicted has been waiting.
         """
         self._metrics.rejections.labels(reason).inc()
         if retry_after_s is None:

@@ -112,5 +112,5 @@ class FairQueue(Generic[W]):
         return [] if of_priority is None else of_priority.flows.get(waiter.key, [])
 
     def longest(self) -> list[W]:
-        """Return the longest flow of the least urgent; its last one makes place first. Not to be changed."""
+        """Return the longest flow of the least urgent; its last one is evicted first. Not to be changed."""
         return max(self._classes[max(self._classes)].flows.values(), key=len)
