@@ -252,9 +252,11 @@ class Fleet:
         )
         if not isinstance(chosen, Decision):
             return chosen
-        first_token_at = self._first_token_at(chosen.pair)
-        if first_token_at > request.reject_at and not self._is_to_be_measured(chosen.pair):
-            raise self.admission.too_late(first_token_at - request.reject_at)
+        if request.reject_at < math.inf:
+            late_s = self._first_token_at(chosen.pair) - request.reject_at
+            has_waited = self.clock() > request.reject_at
+            if late_s > 0.0 and (has_waited or not self._is_to_be_measured(chosen.pair)):
+                raise self.admission.too_late(late_s)
         if chosen.is_decode_only:
             self._metrics.decode_only.inc()
         self.router.apply(chosen, asked, self._turns, snapshot.models)
