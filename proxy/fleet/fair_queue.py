@@ -86,11 +86,6 @@ class FairQueue(Generic[W]):
         for each in self._classes.values():
             yield from chain.from_iterable(each.flows.values())
 
-    @property
-    def num_keys(self) -> int:
-        """Keys that are kept, of each priority."""
-        return sum(len(each.flows) for each in self._classes.values())
-
     def add(self, waiter: W) -> None:
         """Let a request wait."""
         self._classes.setdefault(waiter.priority, _Class()).add(waiter)
