@@ -153,10 +153,14 @@ StartStage = Callable[..., Awaitable[Stage]]
 
 
 class QuickExits:
-    """`asyncio`, for uvicorn: it looks every 0.1 s whether it is to exit, and here at once when told."""
+    """`asyncio`, for uvicorn: it looks every 0.1 s whether it is to exit, and here at once when told.
+
+    It also waits 0.1 s for what was closed, which takes two turns of the loop.
+    """
 
     def __init__(self) -> None:
         self._asleep: set[asyncio.Future[None]] = set()
+        self._stopping: set[asyncio.Task[Any] | None] = set()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(asyncio, name)
@@ -164,7 +168,7 @@ class QuickExits:
     async def sleep(self, seconds: float) -> None:
         awake = asyncio.get_running_loop().create_future()
         self._asleep.add(awake)
-        await asyncio.wait([awake], timeout=seconds)
+        await asyncio.wait([awake], timeout=TICK_S if asyncio.current_task() in self._stopping else seconds)
         self._asleep.discard(awake)
 
     def should_exit(self) -> property:
@@ -178,6 +182,17 @@ class QuickExits:
 
         return property(lambda server: server.__dict__["should_exit"], tell)
 
+    def shutdown(self) -> Callable[..., Awaitable[None]]:
+        """What a server's method of this name becomes."""
+        shutdown = uvicorn.Server.shutdown
+
+        async def stop(server: uvicorn.Server, sockets: Any = None) -> None:
+            self._stopping.add(task := asyncio.current_task())
+            await shutdown(server, sockets)
+            self._stopping.discard(task)
+
+        return stop
+
 
 def url_of_route(*_: Any, **__: Any) -> str:
     raise AssertionError("nobody needs it")
@@ -189,6 +204,7 @@ def quick_proxies() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(uvicorn.server, "asyncio", exits := QuickExits())
         monkeypatch.setattr(uvicorn.Server, "should_exit", exits.should_exit(), raising=False)
+        monkeypatch.setattr(uvicorn.Server, "shutdown", exits.shutdown())
         monkeypatch.setattr(server, "HANDSHAKE_S", TICK_S)
         # Three quarters of a proxy's start, and only `url_for` needs it: the proxy makes no URL of a route.
         monkeypatch.setattr(Rule, "_compile_builder", lambda rule, append_unknown=True: url_of_route)

@@ -84,19 +84,21 @@ async def test_late_tokens_without_a_count_are_unproven(counts: ExpiryCounts) ->
 
 
 async def test_a_count_that_was_read_when_the_lease_could_be_over_is_no_count_before(
-    counts: ExpiryCounts, server: VllmNixlServer
+    counts: ExpiryCounts,
 ) -> None:
     """The page is so slow that the lease may have expired meanwhile; only an earlier one would do."""
-    server.count_delay_s = LATE_S
-    async with watch(counts, server) as first:
-        await asyncio.sleep(LATE_S + 0.1)
-        assert await first.judge() is Verdict.UNPROVEN
-    async with watch(counts, server) as second, watch(counts, server) as third:
-        server.count_delay_s = 0.0
-        await asyncio.sleep(LATE_S)
-        assert await second.judge() is Verdict.PROVEN
-        server.fabric.expired_elsewhere += 1
-        assert await third.judge() is Verdict.SUSPECT
+
+    async def check(is_slow: bool) -> None:
+        async with VllmNixlServer(role="prefill", fabric=Fabric()) as server:
+            server.count_delay_s = LATE_S * is_slow
+            async with watch(counts, server) as first, watch(counts, server) as second:
+                await asyncio.sleep(LATE_S + 0.1)
+                assert await first.judge() is (Verdict.UNPROVEN if is_slow else Verdict.PROVEN)
+                server.count_delay_s = 0.0
+                server.fabric.expired_elsewhere += 1
+                assert await second.judge() is (Verdict.UNPROVEN if is_slow else Verdict.SUSPECT)
+
+    await side_by_side(check, [True, False])
 
 
 async def test_a_lease_is_taken_to_have_begun_a_sixth_before_the_response_and_not_before_the_leg(

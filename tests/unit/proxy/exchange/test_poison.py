@@ -149,12 +149,13 @@ async def ready(http: aiohttp.ClientSession, url: str) -> list[str]:
 
 @pytest.mark.parametrize("nodes", [pytest.param(1, marks=pytest.mark.full), PAIRS])
 async def test_a_deadly_prompt_ends_typed(start_stage: StartStage, nodes: int) -> None:
-    """Where a pair is all that there is at an address, too."""
+    """Where a pair is all that there is at an address, too; and where both legs are sent at once."""
 
-    async def check(moments: tuple[str, ...]) -> None:
-        stage = await start_stage(breaker_failures=1)
+    async def check(case: tuple[tuple[str, ...], bool]) -> None:
+        moments, pulled_meanwhile = case  # if so, both may crash at once, as a place of two would
+        stage = await start_stage(breaker_failures=1, stream_pull_min_tokens=1 if pulled_meanwhile else 4096)
         agents = [
-            await stage.agent(role, host=f"127.0.0.{1 + number % nodes}")
+            await stage.agent(role, host=f"127.0.0.{1 + number % (1 if pulled_meanwhile else nodes)}")
             for number in range(PAIRS)
             for role in ("prefill", "decode")
         ]
@@ -170,16 +171,11 @@ async def test_a_deadly_prompt_ends_typed(start_stage: StartStage, nodes: int) -
         assert stage.metric("kvferry_proxy_suspect_requests_total") == 1
         assert await open_breakers(stage) <= MAX_CRASHED_AGENTS
 
-    await side_by_side(check, [("prefill",), ("decode",), ("stream",), ("prefill", "decode")])
-
-
-async def test_long_prompts_that_are_pulled_meanwhile_are_no_exception(start_stage: StartStage) -> None:
-    """Both legs are sent at once, so both agents may fall at once."""
-    stage = await start_stage(stream_pull_min_tokens=1)
-    agents = [await stage.agent(role) for role in ("prefill", "decode") * PAIRS]
-    status, answer = await stage.ask(deadly("prefill", "decode"))
-    assert (status, answer["error"]["code"]) == (500, "suspect_request")
-    assert sum(agent.is_dead for agent in agents) <= MAX_CRASHED_AGENTS
+    both = ("prefill", "decode")
+    await side_by_side(
+        check,
+        [(("prefill",), False), (("decode",), False), (("stream",), False), (both, False), (both, True)],
+    )
 
 
 async def test_a_host_that_dies_with_both_agents_is_one_loss(start_stage: StartStage) -> None:
