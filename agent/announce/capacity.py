@@ -70,7 +70,7 @@ class CapacityMeter:
         self._max_running = max_running
         self._num_blocks = num_blocks
         self._prompts = 0
-        self._prefill_s = 0.0
+        self._prefill_s = self._decode_s = 0.0
         self._answers = 0
         self._answer_tokens = 0
         self._fit = StepFit()
@@ -93,6 +93,7 @@ class CapacityMeter:
             self._take_prefill(seconds, prompt_tokens, decoded)
         elif decoded:
             self._fit.add(decoded, seconds)
+            self._decode_s += seconds
         if decoded and holders:
             keep = math.exp(-seconds / MEMORY_S)
             self._late_blocks = self._late_blocks * keep + blocks_used
@@ -118,6 +119,7 @@ class CapacityMeter:
         return Capacity(
             prompts=self._prompts,
             prefill_s=self._prefill_s,
+            decode_s=self._decode_s,
             answers=self._answers,
             answer_tokens=self._answer_tokens,
             slots=self._slots(),
@@ -128,13 +130,15 @@ class CapacityMeter:
         )
 
     def _take_prefill(self, seconds: float, tokens: int, decoded: int) -> None:
-        spent = seconds - self._decode_s(seconds, tokens, decoded)
+        decode_s = self._decode_part(seconds, tokens, decoded)
+        spent = seconds - decode_s
         keep = math.exp(-spent / MEMORY_S)
         self._prefill_s += spent
+        self._decode_s += decode_s
         self._late_prefill_s = self._late_prefill_s * keep + spent
         self._late_tokens = self._late_tokens * keep + tokens
 
-    def _decode_s(self, seconds: float, tokens: int, decoded: int) -> float:
+    def _decode_part(self, seconds: float, tokens: int, decoded: int) -> float:
         """What part of a step that did both went into decoding."""
         if not decoded:
             return 0.0

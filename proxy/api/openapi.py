@@ -102,6 +102,23 @@ class NodeLoadView(msgspec.Struct):
     max_running: int | None
 
 
+class NodeWorkView(msgspec.Struct):
+    """What routing knows of an agent's work: what it has measured, or else another one of its model.
+
+    Seconds of a prompt's token, of a step that decodes, of each sequence in it, and of a pull; tokens of
+    an answer on average. The shares: of its time in the last 10 s or so, what went into prompts and into
+    decoding.
+    """
+
+    token_s: float | None
+    step_s: float | None
+    sequence_s: float | None
+    answer_tokens: float
+    pull_s: float
+    prefill_share: float
+    decode_share: float
+
+
 class NodeView(msgspec.Struct):
     """One agent, as this proxy sees it. `address` ends with `#RANK` where it is one rank (`dp_rank`) of a
     server's.
@@ -121,6 +138,8 @@ class NodeView(msgspec.Struct):
     name: str = ""  # older proxies do not say it, nor what follows
     control: str = ""
     dp_rank: int | None = None
+    prefill_chunk: int | None = None
+    work: NodeWorkView | None = None
 
     @property
     def url(self) -> str:

@@ -54,7 +54,7 @@ PROOF_S = 0.5
 """A ping this long after something happened to the agent was sent after that."""
 MODEL_MEMORY_S = 600.0
 SHARE_S = 10.0
-"""Time constant of the mean over an agent's share of time that goes into prompts."""
+"""Time constant of the means over an agent's shares of time that go into prompts and into decoding."""
 SWEEP_INTERVAL_S = 0.05
 PAUSE_CHECK_INTERVAL_S = 0.5
 """How often `check_pause` is to be called."""
@@ -106,6 +106,7 @@ class _Record:
     ours_at_ping: int = 0
     speed: Speed = Speed()  # noqa: RUF009 (it does not change)
     prefill_share: float = 0.0
+    decode_share: float = 0.0
     prefill_error: MeanError = field(default_factory=MeanError)
     decode_error: MeanError = field(default_factory=MeanError)
     connection_refused_at: float | None = None
@@ -668,8 +669,9 @@ class Registry:
             record.served_at = now
         done, before = info.capacity, record.info.capacity
         if done is not None and before is not None and (passed_s := now - record.heard_at) > 0.0:
-            share = min(1.0, max(0.0, (done.prefill_s - before.prefill_s) / passed_s))
-            record.prefill_share += (share - record.prefill_share) * -math.expm1(-passed_s / SHARE_S)
+            prefill_s, decode_s = done.prefill_s - before.prefill_s, done.decode_s - before.decode_s
+            record.prefill_share = _mean_share(record.prefill_share, prefill_s, passed_s)
+            record.decode_share = _mean_share(record.decode_share, decode_s, passed_s)
         record.info = info
         record.heard_at = now
 
@@ -749,6 +751,11 @@ def _expiry(record: _Record) -> float:
     return NODE_EXPIRY_S * (1.0 if facts is None else facts.ping_interval_s / PING_INTERVAL_S)
 
 
+def _mean_share(mean: float, spent_s: float, passed_s: float) -> float:
+    share = min(1.0, max(0.0, spent_s / passed_s))
+    return mean + (share - mean) * -math.expm1(-passed_s / SHARE_S)
+
+
 def _speed(info: Register, others: Speed) -> Speed:
     """Return what the agent has measured, and of the rest what others of its model have."""
     capacity, links = info.capacity, info.work.links if info.work is not None else ()
@@ -773,6 +780,7 @@ def _node(record: _Record, now: float) -> Node:
         record.breaker.state,
         record.speed,
         record.prefill_share,
+        record.decode_share,
         Bias(record.prefill_error.bias(now), record.decode_error.bias(now)),
     )
 

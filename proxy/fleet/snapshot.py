@@ -80,8 +80,9 @@ class Node:
     """One agent at one moment.
 
     `ours_at_ping`: sequences that this proxy had in flight there when the agent reported its load.
-    `speed`: what it has measured, and of the rest what another agent of its model has. `prefill_share`: of
-    its time lately, the part that went into prompts. `bias`: of what is predicted of it.
+    `speed`: what it has measured, and of the rest what another agent of its model has. `prefill_share` and
+    `decode_share`: the parts of its time lately that went into prompts and into decoding. `bias`: of what is
+    predicted of it.
     """
 
     info: Register
@@ -91,6 +92,7 @@ class Node:
     breaker: BreakerState = BreakerState.CLOSED
     speed: Speed = Speed()  # noqa: RUF009 (it does not change)
     prefill_share: float = 0.0
+    decode_share: float = 0.0
     bias: Bias = Bias()  # noqa: RUF009
 
     @property

@@ -117,8 +117,8 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine's work takes, as it has measured it while it worked.
 
     These only grow from its start on: `prompts` that it has computed, but for those that another agent had
-    computed before; `prefill_s`, seconds of its steps that went into prompts; `answers`, sequences that it
-    has decoded to their end, and `answer_tokens`, their tokens that it decoded.
+    computed before; `prefill_s`, seconds of its steps that went into prompts, and `decode_s`, the others;
+    `answers`, sequences that it has decoded to their end, and `answer_tokens`, their tokens that it decoded.
 
     `slots`: sequences that it can decode at once: as many as it may, and as its KV blocks hold of the length
     seen lately. A step that decodes n sequences takes `step_s + n * sequence_s`; None until it has decoded.
@@ -128,6 +128,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
 
     prompts: Count = 0
     prefill_s: Seconds = 0.0
+    decode_s: Seconds = 0.0
     answers: Count = 0
     answer_tokens: Count = 0
     slots: Count = 0

@@ -330,6 +330,12 @@ def _node(position: int, view: FleetView, unpaired: UnpairedReasons) -> dict[str
             "kv_blocks_leased": info.load.kv_blocks_leased,
             "max_running": info.load.max_running,
         },
+        "prefill_chunk": info.prefill_chunk,
+        "work": {
+            **node.speed._asdict(),
+            "prefill_share": round(node.prefill_share, 3),
+            "decode_share": round(node.decode_share, 3),
+        },
         "in_flight": view.in_flight(node.incarnation),
         "last_ping_s": round(view.now - node.heard_at, 3),
         "not_paired": unpaired.not_paired(position),

@@ -73,7 +73,7 @@ export class AgentDialog {
 }
 
 /** What is known of an agent, in words; empty where it is not. */
-function facts({ load, geometry = {}, ...agent }) {
+function facts({ load, work, geometry = {}, ...agent }) {
   const blocks = load?.kv_blocks_total;
   return [
     ["State", agent.state],
@@ -84,6 +84,7 @@ function facts({ load, geometry = {}, ...agent }) {
     ["Data type", geometry.dtype],
     ["KV blocks", blocks && `${count(blocks)}${geometry.block_size ? ` of ${geometry.block_size} tokens` : ""}, ${kvUse(load)}`],
     ["Sequences", load && `${load.running} running${load.max_running ? ` of at most ${load.max_running}` : ""}, ${load.waiting} waiting`],
+    ["Work", work && `${percent(work.prefill_share)} of its time for prompts, ${percent(work.decode_share)} for decoding`],
     ["From this proxy", agent.in_flight !== undefined && `${agent.in_flight} sequences`],
     ["KV transfer", agent.transfers?.join(", ")],
     ["Circuit breaker", agent.breaker],

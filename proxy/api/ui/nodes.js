@@ -33,6 +33,11 @@ function showMeter({ meter, firstChild: bar }, counts, whole, text, more = "") {
 }
 
 const busy = ({ load }) => (load ? load.running + load.waiting : -1);
+/** Of an agent that does both, what share of its work lately was prompts. */
+const roleOf = ({ role, work }) => {
+  const worked = work ? work.prefill_share + work.decode_share : 0;
+  return role === "both" && worked > 0.01 ? `both, ${percent(work.prefill_share / worked)} prefill` : role;
+};
 const kvShare = ({ load }) => (load?.kv_blocks_total ? 1 - load.kv_blocks_free / load.kv_blocks_total : -1);
 
 export class Nodes {
@@ -59,7 +64,7 @@ export class Nodes {
   columns() {
     return [
       { title: "Agent", value: nameOf, make: (cell) => this.makeName(cell), show: showName },
-      { title: "Role", value: (node) => node.role, className: "wide" },
+      { title: "Role", value: (node) => node.role, text: roleOf, className: "wide" },
       { title: "Model", value: (node) => node.model, className: "cut wide" },
       { title: "State", value: (node) => STATE_ORDER.indexOf(node.state), make: (cell) => cell.append(make("span")), show: showState },
       { title: "Load", value: busy, make: (cell) => makeMeter(cell, "running", "waiting"), show: (cell, node) => this.showLoad(cell, node), className: "meter" },

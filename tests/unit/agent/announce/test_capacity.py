@@ -88,6 +88,8 @@ def test_seconds_of_prompts_are_what_steps_take_beyond_decoding() -> None:
     assert made.report(0).prefill_s == pytest.approx(0.5 + 0.3 + 0.3)
     prefill(made, 1, 0.05, decoded=10)
     assert made.report(0).prefill_s == pytest.approx(0.5 + 0.3 + 0.3), "it took no longer than decoding does"
+    all_s = 0.5 + 0.4 + MIN_STEPS * 0.1 + 0.4 + 0.05
+    assert made.report(0).decode_s == pytest.approx(all_s - 0.5 - 0.3 - 0.3), "all else was decoding"
 
 
 def test_backlog_goes_by_the_tokens_of_late_cached_ones_included() -> None:

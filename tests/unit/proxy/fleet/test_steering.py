@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from kvferry.proxy.wire.registration import Capacity
 from tests.helpers.waiting import until
 from tests.standins.agents import Fault, StandInAgent
 from tests.unit.proxy.conftest import Stage, StartStage
@@ -260,6 +261,19 @@ async def test_cordoning_the_last_agent_tells_those_who_wait_at_once(stage: Stag
 async def test_nobody_can_be_cordoned_by_a_wrong_name(stage: Stage) -> None:
     async with stage.http.post(f"{stage.proxy.url}/nodes/http://10.0.0.1:1/cordon") as response:
         assert (response.status, (await response.json())["error"]["code"]) == (404, "not_found")
+
+
+async def test_nodes_say_what_their_work_takes(stage: Stage) -> None:
+    measured = Capacity(token_s=0.001, step_s=0.01, sequence_s=0.002, answers=2, answer_tokens=10)
+    agent = await stage.agent("both", overrides={"capacity": measured, "prefill_chunk": 256})
+    told = await node(stage, agent)
+    assert told["prefill_chunk"] == 256
+    assert told["work"] == {
+        "token_s": 0.001, "step_s": 0.01, "sequence_s": 0.002, "answer_tokens": 5.0, "pull_s": 0.0,
+        "prefill_share": 0.0, "decode_share": 0.0,
+    }  # fmt: skip
+    new = await stage.agent("both", overrides={"model": "other"})
+    assert (await node(stage, new))["work"]["token_s"] is None
 
 
 async def test_nodes_say_why_they_are_not_paired(stage: Stage) -> None:

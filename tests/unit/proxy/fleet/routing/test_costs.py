@@ -106,9 +106,10 @@ def test_an_agent_with_a_high_share_of_prompts_is_not_taken_to_decode() -> None:
     for now in range(30):
         stage.registry.at(float(now))
         for at, share in enumerate((0.9, 0.0)):
-            done = msgspec.structs.replace(MEASURED, prefill_s=1.0 + share * now)
+            done = msgspec.structs.replace(MEASURED, prefill_s=1.0 + share * now, decode_s=0.1 * now)
             stage.ping("both", 100 + at, done)
         stage.ping("prefill", 99)
+    assert 0.09 < stage.registry.snapshot().nodes[1].decode_share < 0.11
     shares = {node.info.address[-3:]: node.prefill_share for node in stage.registry.snapshot().nodes}
     assert shares["100"] > 0.8 and shares["101"] == 0.0
     assert stage.route(LONG, keep=False)[1] == 101
