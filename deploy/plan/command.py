@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,15 +14,19 @@ from typing import NamedTuple
 import msgspec
 
 from kvferry.common.exceptions import message_of
-from kvferry.common.options import check_files, parse_flags, read_settings
+from kvferry.common.http.tls import BadCertificate
+from kvferry.common.options import check_files, is_server_url, parse_flags, read_settings
 from kvferry.common.shared_options import check_at_least_1, check_positive
 from kvferry.deploy.bench.arrivals import SizedArrival, at_rate, poisson, read_trace
 from kvferry.deploy.bench.config import Lengths
+from kvferry.deploy.http_client import StatusFailed
+from kvferry.deploy.plan.running_fleet import fetch_agents, server_model
 from kvferry.deploy.plan.simulation import ServerModel, SimulatedFleet
 from kvferry.proxy.fleet.fleet import FleetSettings
 from kvferry.proxy.wire.registration import Role
 
 PROG = "kvferry plan"
+NUM_SERVERS = 8
 MAX_SPLITS = 8
 EVERY_PROMPT = 1 << 62
 
@@ -41,12 +46,19 @@ class PlanConfig:
         seed: Number from which lengths and arrival times are made.
 
     Engine:
-        servers: Number of servers, all alike.
+        servers: Number of servers, all alike. Default: those of the proxy's fleet; 8.
         server: YAML file with what a server takes: token-s, step-s, sequence-s, chunk, kv-tokens,
-            max-running, pull-s, pull-token-s. Default: about an H100 with an 8B model.
+            max-running, pull-s, pull-token-s, leg-s. Default: what the proxy's agents have measured; about an
+            H100 with an 8B model.
+        proxy: Base URL of a proxy: servers are like its agents, as these have measured themselves.
+        model: Model of these agents, if the proxy serves several.
 
     Routing:
         split_min_tokens: Threshold with which each split is tried, beside none.
+
+    Security:
+        key: File that holds the operator's key, if the proxy has one.
+        ca: PEM file of who signed the proxy's certificate.
 
     Results:
         ttft_s: Objective for goodput, and for what the proxy chooses by: time to the first token, in seconds.
@@ -59,15 +71,22 @@ class PlanConfig:
     prompt_tokens: str = "256,8192"
     output_tokens: str = "256"
     seed: int = 0
-    servers: int = 8
+    servers: int | None = None
     server: Path | None = None
+    proxy: str | None = None
+    model: str | None = None
     split_min_tokens: int = 512
+    key: Path | None = None
+    ca: Path | None = None
     ttft_s: float = 2.0
     tpot_ms: float = 30.0
 
     def __post_init__(self) -> None:
-        check_at_least_1(requests=self.requests, servers=self.servers, split_min_tokens=self.split_min_tokens)
+        servers = 1 if self.servers is None else self.servers
+        check_at_least_1(requests=self.requests, servers=servers, split_min_tokens=self.split_min_tokens)
         check_positive(ttft_s=self.ttft_s, tpot_ms=self.tpot_ms, rate=self.rate or 1.0)
+        if self.proxy is not None and not is_server_url(self.proxy):
+            raise ValueError(f"proxy must be http://HOST:PORT or https://HOST:PORT, got {self.proxy!r}")
 
 
 class PlanRow(NamedTuple):
@@ -89,15 +108,16 @@ def main(argv: Sequence[str]) -> int:
         check=_checked,
     )  # fmt: skip
     try:
-        load, model = load_of(config), _model(config)
-    except (OSError, ValueError) as error:
+        load = load_of(config)
+        number, model = servers_of(config, load)
+    except (OSError, ValueError, StatusFailed, BadCertificate) as error:
         print(f"{PROG}: {message_of(error)}", file=sys.stderr)
         return 1
     print(
         f"{'prefill + decode':24} {'TTFT s p50':>10} {'p99':>7} {'TPOT ms p50':>12} {'p99':>7} "
         f"{'goodput':>8} {'busy':>5}"
     )
-    for row in outcomes(config, load, model):
+    for row in outcomes(config, load, model, number):
         print(
             f"{row.name:24} {row.ttft_p50_s:10.3f} {row.ttft_p99_s:7.2f} {row.tpot_p50_ms:12.1f} "
             f"{row.tpot_p99_ms:7.1f} {row.goodput:8.3f} {row.busy:5.2f}",
@@ -116,9 +136,10 @@ def load_of(config: PlanConfig) -> list[SizedArrival]:
     return poisson(prompts.choose, answers.choose, config.rate or 8.0, config.requests, Random(config.seed))
 
 
-def outcomes(config: PlanConfig, load: Sequence[SizedArrival], model: ServerModel) -> Iterator[PlanRow]:
+def outcomes(
+    config: PlanConfig, load: Sequence[SizedArrival], model: ServerModel, number: int
+) -> Iterator[PlanRow]:
     """Serve the load by all servers together, by splits with and without the threshold, and by choice."""
-    number = config.servers
     both: list[Role] = ["both"] * number
     yield serve("together", config, load, model, both, EVERY_PROMPT)
     for prefills in range(1, number, max(1, number // MAX_SPLITS)):
@@ -158,15 +179,25 @@ def serve(
     return PlanRow(name, ttfts[half], ttfts[most], tpots[half], tpots[most], kept / len(jobs), busy)
 
 
-def _model(config: PlanConfig) -> ServerModel:
-    if config.server is None:
-        return ServerModel()
-    figures = read_settings(str(config.server), PROG)
-    return msgspec.convert({name.replace("-", "_"): value for name, value in figures.items()}, ServerModel)
+def servers_of(config: PlanConfig, load: Sequence[SizedArrival]) -> tuple[int, ServerModel]:
+    """Return how many servers there are, and what each takes. What a file says goes before what agents do.
+
+    Raises as `fetch_agents` and `server_model` do.
+    """
+    number, model = NUM_SERVERS, ServerModel()
+    if config.proxy is not None:
+        agents = asyncio.run(fetch_agents(config.proxy, config.key, config.ca, config.model))
+        number, model = len(agents), server_model(agents, load)
+    if config.server is not None:
+        figures = {
+            name.replace("-", "_"): value for name, value in read_settings(str(config.server), PROG).items()
+        }
+        model = msgspec.convert(msgspec.structs.asdict(model) | figures, ServerModel)
+    return config.servers or number, model
 
 
 def _checked(config: PlanConfig) -> PlanConfig:
-    check_files(config, ("trace", "server"))
+    check_files(config, ("trace", "server", "key", "ca"))
     Lengths.parse("--prompt-tokens", config.prompt_tokens)
     Lengths.parse("--output-tokens", config.output_tokens)
     return config

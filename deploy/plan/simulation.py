@@ -40,7 +40,9 @@ BLOCK = 16
 
 
 class ServerModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What servers take. `pull_token_s`: of the transfer of one token's KV; `pull_s`: of any transfer."""
+    """What servers take. `pull_token_s`: of the transfer of one token's KV; `pull_s`: of any transfer;
+    `leg_s`: of each leg before its first step, for HTTP and what else computes nothing.
+    """
 
     token_s: float = 27e-6
     step_s: float = 0.007
@@ -50,6 +52,7 @@ class ServerModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_running: int = 256
     pull_s: float = 0.005
     pull_token_s: float = 2.2e-6
+    leg_s: float = 0.0
 
 
 class SizedRequest(RoutingRequest, frozen=True, kw_only=True):
@@ -290,7 +293,8 @@ class SimulatedFleet:
         self._router.apply(chosen, request, self._turns, snapshot.models)
         job.reservation = Reservation(chosen.pair, 1, self._free)
         job.reservation.acquire(self._slots)
-        self._by_incarnation[chosen.pair.prefill.incarnation].submit(job)
+        prefill = self._by_incarnation[chosen.pair.prefill.incarnation]
+        self._clock.at(self._clock.now + self._model.leg_s, lambda: prefill.submit(job))
         return True
 
     def _prefilled(self, server: SimulatedServer, job: Job) -> None:
@@ -308,7 +312,7 @@ class SimulatedFleet:
             server.release(job)
             decode.submit(job)
 
-        self._clock.at(self._clock.now + decode.pull_s(job), pulled)
+        self._clock.at(self._clock.now + self._model.leg_s + decode.pull_s(job), pulled)
 
     def _ended(self, _: SimulatedServer, job: Job) -> None:
         assert job.reservation is not None

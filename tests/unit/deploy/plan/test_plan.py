@@ -6,6 +6,7 @@ from __future__ import annotations
 import gzip
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvferry.deploy.bench.arrivals import SizedArrival, at_rate, read_trace
@@ -30,7 +31,7 @@ def test_one_request_takes_what_its_steps_take() -> None:
 def test_a_choice_for_each_request_is_near_the_best_split_of_a_mix() -> None:
     """Near the highest load that a split serves: the best one is not the same at every load and mix."""
     config = PlanConfig(requests=600, rate=28.0)
-    rows = list(outcomes(config, load_of(config), MODEL))
+    rows = list(outcomes(config, load_of(config), MODEL, 8))
     *fixed, auto = rows
     best = max(fixed, key=lambda row: row.goodput)
     assert auto.goodput >= 0.97 * best.goodput
@@ -70,3 +71,10 @@ def test_the_table_has_a_row_for_each_way(capsys: pytest.CaptureFixture[str]) ->
     assert main(["--servers", "2", "--requests", "20", "--rate", "2"]) == 0
     names = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()]
     assert names == ["prefill + decode", "together", "1 + 1", "1 + 1, from 512", "auto"]
+
+
+def test_a_leg_takes_what_it_takes_before_its_first_step() -> None:
+    load, model = [SizedArrival(0.0, 100, 11)], msgspec.structs.replace(MODEL, leg_s=0.5)
+    (plain, slow) = [serve("", PlanConfig(), load, each, ["prefill", "decode"], 0) for each in (MODEL, model)]
+    assert slow.ttft_p50_s - plain.ttft_p50_s == pytest.approx(0.5)
+    assert slow.tpot_p50_ms - plain.tpot_p50_ms == pytest.approx(500 / 10)

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The servers of a running fleet, as a proxy's `/nodes` reports what they have measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import mean
+
+from kvferry.common.http.tls import client_context
+from kvferry.common.options import read_key
+from kvferry.deploy.bench.arrivals import SizedArrival
+from kvferry.deploy.http_client import client_session, fetch_nodes
+from kvferry.deploy.plan.simulation import BLOCK, ServerModel
+from kvferry.proxy.api.openapi import NodeView, NodeWorkView
+
+
+async def fetch_agents(url: str, key: Path | None, ca: Path | None, model: str | None) -> list[NodeView]:
+    """Return the ready agents of a model: the only one that the proxy serves, unless one is named.
+
+    Raises `ValueError` where there are none, `StatusFailed`, OSError and `BadCertificate`.
+    """
+    bearer = None if key is None else read_key(key)
+    async with client_session(None if ca is None else client_context(ca), bearer) as http:
+        nodes = (await fetch_nodes(http, url)).nodes
+    ready = [node for node in nodes if node.state == "ready"]
+    served = sorted({node.model for node in ready})
+    if model is None and len(served) > 1:
+        raise ValueError(f"{url} serves several models: name one by --model ({', '.join(served)})")
+    found = [node for node in ready if model in (None, node.model)]
+    if not found:
+        raise ValueError(f"{url} has no agent that is ready" + (f" for {model}" if model else ""))
+    return found
+
+
+def server_model(agents: Sequence[NodeView], load: Sequence[SizedArrival]) -> ServerModel:
+    """Return a server that is the mean of these agents. Raises `ValueError` if they have not measured enough.
+
+    An agent measures a prompt's token with the steps in which prompts are computed. In the plan steps cost
+    something of their own, as many as this load takes, and tokens the rest.
+    """
+    works = [node.work for node in agents if node.work is not None]
+
+    def measured(value: Callable[[NodeWorkView], float | None], what: str) -> float:
+        values = [found for work in works if (found := value(work)) is not None]
+        if not values:
+            raise ValueError(
+                f"no agent has measured what {what} takes yet: send the fleet some requests first"
+            )
+        return mean(values)
+
+    step_s = measured(lambda work: work.step_s, "a step")
+    chunk = min((node.prefill_chunk for node in agents if node.prefill_chunk), default=ServerModel().chunk)
+    steps, tokens = (
+        sum(-(-each.prompt_tokens // chunk) for each in load),
+        sum(each.prompt_tokens for each in load),
+    )
+    blocks = min((node.load.kv_blocks_total for node in agents), default=0)
+    return ServerModel(
+        token_s=max(0.0, measured(lambda work: work.token_s, "a prompt") - step_s * steps / tokens),
+        step_s=step_s,
+        sequence_s=measured(lambda work: work.sequence_s, "a step"),
+        chunk=chunk,
+        kv_tokens=blocks * BLOCK or ServerModel().kv_tokens,
+        max_running=min((node.load.max_running for node in agents if node.load.max_running), default=256),
+        pull_s=measured(lambda work: work.pull_s, "a pull"),
+        pull_token_s=0.0,
+    )

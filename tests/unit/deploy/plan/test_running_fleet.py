@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The servers of a plan, as a proxy's agents have measured themselves."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from kvferry.deploy.bench.arrivals import SizedArrival
+from kvferry.deploy.plan.command import PlanConfig, main, servers_of
+from kvferry.deploy.plan.running_fleet import fetch_agents, server_model
+from kvferry.deploy.plan.simulation import ServerModel
+from kvferry.proxy.api.openapi import NodeList, NodeView, NodeWorkView
+from tests.unit.deploy.test_status import LOAD, NODE, NODES, serving
+
+WORK = NodeWorkView(
+    token_s=0.001,
+    step_s=0.01,
+    sequence_s=0.002,
+    answer_tokens=9.0,
+    pull_s=0.003,
+    prefill_share=0.5,
+    decode_share=0.1,
+)
+AGENT = replace(NODE, state="ready", work=WORK, prefill_chunk=256, load=LOAD)
+TRACE = [SizedArrival(0.0, 300, 9), SizedArrival(1.0, 200, 9)]
+
+
+def page(*agents: NodeView) -> bytes:
+    return msgspec.json.encode(replace(NODES, nodes=list(agents)))
+
+
+def test_a_server_is_the_mean_of_the_agents() -> None:
+    slower = replace(AGENT, work=replace(WORK, token_s=0.003), load=replace(LOAD, max_running=4))
+    starting = replace(AGENT, work=None)
+    model = server_model([AGENT, slower, starting], TRACE)
+    steps = 3  # 300 tokens are two chunks
+    assert model == ServerModel(
+        token_s=pytest.approx(0.002 - steps * 0.01 / 500), step_s=0.01, sequence_s=0.002, chunk=256,
+        kv_tokens=80 * 16, max_running=4, pull_s=0.003, pull_token_s=0.0,
+    )  # fmt: skip
+    assert server_model([replace(AGENT, work=replace(WORK, token_s=1e-6))], TRACE).token_s == 0.0
+
+
+@pytest.mark.parametrize("missing", ["token_s", "step_s"])
+def test_what_nobody_has_measured_is_said(missing: str) -> None:
+    with pytest.raises(ValueError, match="send the fleet some requests first"):
+        server_model(
+            [replace(AGENT, work=replace(WORK, **{missing: None})), replace(AGENT, work=None)], TRACE
+        )
+
+
+async def test_agents_that_are_ready_are_taken_of_one_model() -> None:
+    other = replace(AGENT, model="other")
+    async with serving(b"200 OK", page(AGENT, replace(AGENT, state="draining"), other)) as url:
+        assert await fetch_agents(url, None, None, "m") == [AGENT]
+        with pytest.raises(ValueError, match=r"name one by --model \(m, other\)"):
+            await fetch_agents(url, None, None, None)
+        with pytest.raises(ValueError, match="no agent that is ready for none"):
+            await fetch_agents(url, None, None, "none")
+    async with serving(b"200 OK", page(AGENT, AGENT)) as url:
+        assert await fetch_agents(url, None, None, None) == [AGENT] * 2
+
+
+async def test_a_file_goes_before_what_agents_measured(tmp_path: Path) -> None:
+    path = tmp_path / "server.yaml"
+    path.write_text("leg-s: 0.5\nchunk: 128\n")
+    async with serving(b"200 OK", page(AGENT, AGENT)) as url:
+        config = PlanConfig(proxy=url, server=path)
+        number, model = await asyncio.to_thread(servers_of, config, TRACE)
+        more, _ = await asyncio.to_thread(servers_of, PlanConfig(proxy=url, servers=5), TRACE)
+    assert (number, more) == (2, 5)
+    assert (model.leg_s, model.chunk, model.sequence_s) == (0.5, 128, 0.002)
+
+
+async def test_a_proxy_that_is_none_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    async with serving(b"404 Not Found", b"") as url:
+        assert await asyncio.to_thread(main, ["--proxy", url]) == 1
+    assert "is not a kvferry proxy" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["--proxy", "ftp://host"])
+    assert "proxy must be http" in capsys.readouterr().err
+
+
+def test_a_page_of_an_older_proxy_has_no_work() -> None:
+    old = msgspec.json.decode(page(AGENT).replace(b'"work":', b'"other":'), type=NodeList)
+    with pytest.raises(ValueError, match="no agent has measured"):
+        server_model(old.nodes, TRACE)
