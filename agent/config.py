@@ -59,7 +59,7 @@ class AgentConfig(ServerOptions, PlaneOptions, HttpOptions, TraceOptions, LogOpt
 
     KV transfer:
         transfer: KV transfer backend; auto takes the best that works with the peer.
-        verify_kv: Checksum every KV block lent, and check those pulled; producers must have it on as well.
+        verify_kv: Checksum every KV block that is transferred. Both servers of a transfer need it.
 
     Limits:
         max_num_seqs: Most sequences that run at once.

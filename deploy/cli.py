@@ -17,14 +17,14 @@ from kvferry.common.options import did_you_mean, exit_with, take_option
 COMMANDS: dict[str, tuple[str, str]] = {
     "serve": (
         "kvferry.deploy.up:serve",
-        "serve a model on this machine: a proxy and one agent for both legs",
+        "serve a model on this machine: a proxy and one agent that both prefills and decodes",
     ),
     "up": ("kvferry.deploy.up:main", "start a proxy and its agents, on this machine or by Ray, until Ctrl-C"),
     "proxy": ("kvferry.proxy.__main__:main", "start the proxy that clients talk to"),
     "agent": ("kvferry.agent.__main__:main", "start one prefill or decode agent"),
     "status": (
         "kvferry.deploy.status:main",
-        "list the agents that a proxy knows, why some are not used, and what happened",
+        "list the agents of a proxy, why some are not used, and what happened",
     ),
     "bench": (
         "kvferry.deploy.bench.command:main",
@@ -38,8 +38,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "kvferry.deploy.plan.command:main",
         "predict what splits of servers, and a choice for each request, would make of a load",
     ),
-    "down": ("kvferry.deploy.ray.down:main", "end the agents that kvferry up --on ray has started"),
-    "drain": ("kvferry.deploy.drain:main", "let an agent finish what it has, and end"),
+    "down": ("kvferry.deploy.ray.down:main", "stop the agents that kvferry up --on ray has started"),
+    "drain": ("kvferry.deploy.drain:main", "let an agent finish its requests, and stop"),
     "keygen": ("kvferry.deploy.keygen:main", "make the key that proxies and agents of one cluster share"),
     "doctor": (
         "kvferry.deploy.doctor.command:main",
@@ -67,7 +67,7 @@ COMPLETER = "kvferry.deploy.completion:complete"
 def help_text() -> str:
     commands = "\n".join(f"  {name:10} {what}" for name, (_, what) in COMMANDS.items())
     return (
-        "kvferry serves a language model with prefill and decode apart.\n\n"
+        "kvferry serves language models with prefill/decode disaggregation.\n\n"
         "usage: kvferry COMMAND [OPTIONS]\n\n"
         f"commands:\n{commands}\n\n"
         "kvferry COMMAND --help lists a command's options; kvferry --version prints the version."

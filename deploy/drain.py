@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvferry drain`: let an agent finish what it has and end, and wait until it has ended.
+"""`kvferry drain`: let an agent finish its requests and stop, and wait until it has stopped.
 
 The agent is asked itself, by its URL, or any proxy that knows it, which passes that on.
 """
@@ -110,8 +110,8 @@ async def _listens(http: aiohttp.ClientSession, url: str) -> bool:
 def build_parser() -> CommandParser:
     parser = CommandParser(
         "kvferry drain",
-        "Let an agent finish what it has, hand over the KV that others still read, and end. "
-        "Its proxies send it nothing new meanwhile. Returns when it has ended.",
+        "Let an agent finish its requests, hand over the KV that others still read, and stop. "
+        "Its proxies send it no new requests. Returns when it has stopped.",
     )
     parser.add_argument(
         "url",
@@ -137,7 +137,7 @@ def build_parser() -> CommandParser:
         type=number,
         default=90.0,
         metavar="NUMBER",
-        help="How long to wait for its end. (default: 90.0)",
+        help="How long to wait until it has stopped. (default: 90.0)",
     )
     return parser
 

@@ -172,7 +172,7 @@ def show_on_ray(address: str | None, namespace: str, as_json: bool) -> None:
 
 def build_parser() -> CommandParser:
     parser = CommandParser(
-        "kvferry status", "List the agents that a proxy knows, their load, and why some are not used."
+        "kvferry status", "List the agents of a proxy, their load, and why some are not used."
     )
     parser.add_argument(
         "url",
@@ -187,11 +187,11 @@ def build_parser() -> CommandParser:
         "--on",
         ("local", "ray"),
         default="local",
-        help="ray: list what runs on which node of a Ray cluster, in place of what a proxy knows.",
+        help="ray: list what runs on which node of a Ray cluster, in place of what a proxy shows.",
     )
     add_ray_arguments(parser)
     shown = parser.add_mutually_exclusive_group()
-    shown.add_argument("--watch", action="store_true", help="Show it anew every second, until Ctrl-C.")
+    shown.add_argument("--watch", action="store_true", help="Refresh every second, until Ctrl-C.")
     shown.add_argument("--json", action="store_true", help="Print the proxy's whole answer as JSON.")
     return parser
 

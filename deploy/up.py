@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvferry up`: run a proxy and its agents until Ctrl-C, and restart what ends.
+"""`kvferry up`: run a proxy and its agents until Ctrl-C, and restart those that exit.
 
 The proxy runs on this machine; the agents do too, or with `--on ray` where Ray places them.
 
@@ -81,12 +81,12 @@ _OF_PARTS = (
     "sections: `agent: {lease-s: 5}`; a role's `count` is its number of agents."
 )
 UP = (
-    "Start a proxy and its agents, and restart what ends: on this machine, or with --on ray the agents on "
-    f"the nodes of a Ray cluster to which this machine belongs. {_OF_PARTS}"
+    "Start a proxy and its agents, and restart those that exit: on this machine, or with --on ray the "
+    f"agents on the nodes of a Ray cluster to which this machine belongs. {_OF_PARTS}"
 )
 SERVE = (
     "Serve a model on this machine: start a proxy and one agent, which both prefills and decodes, and "
-    f"restart what ends. It is kvferry up with other numbers of agents. {_OF_PARTS}"
+    f"restart those that exit. It is kvferry up with other numbers of agents. {_OF_PARTS}"
 )
 
 
@@ -102,8 +102,8 @@ class UpConfig(TraceOptions):
         engine: What agents compute with: kvferry's own engine; vllm, servers of vLLM with our connector;
             sglang, servers of SGLang with our plug-in; or auto, which takes vllm where it is installed and
             finds a GPU, and says why.
-        engine_python: Python of the environment in which vLLM or SGLang and kvferry are installed; this
-            one's.
+        engine_python: Python of the environment in which vLLM or SGLang and kvferry are installed. Default:
+            the Python that runs this command.
         device: Where the model runs: cpu, or cuda, where each agent has GPUs of its own if there are enough.
             Default: cpu; for vLLM and SGLang, where they can run here.
         tp: Tensor-parallel ranks of every agent.
@@ -111,9 +111,9 @@ class UpConfig(TraceOptions):
     Processes:
         prefill: Number of prefill agents.
         decode: Number of decode agents.
-        both: Number of agents that serve both legs.
+        both: Number of agents that both prefill and decode.
         on: Where agents run: on this machine, or on the nodes of a Ray cluster, where Ray starts them again
-            elsewhere when their node dies. kvferry down ends them.
+            elsewhere when their node dies. kvferry down stops them.
         ray_address: HOST:PORT of the Ray cluster's head; the cluster of this host when not given.
         ray_namespace: Ray namespace of these agents: another one for each fleet in a Ray cluster.
         ray_resources: What an agent takes of its node, NAME=AMOUNT, beside a CPU and, with device cuda, a GPU
@@ -159,7 +159,7 @@ class UpConfig(TraceOptions):
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if not self.both and not (self.prefill and self.decode):
             name = "decode" if self.prefill else "prefill"
-            raise ValueError(f"{name} must be at least 1 where no agent serves both legs, got 0")
+            raise ValueError(f"{name} must be at least 1 where --both is 0, got 0")
         if self.on == "ray":
             if self.engine == "auto":
                 raise ValueError("engine must be named with --on ray: its nodes may differ; got auto")

@@ -46,14 +46,14 @@ class ProxyConfig(HttpOptions, TraceOptions, LogOptions):
         port: HTTP port; 0 lets the OS choose.
         discovery_port: Port that agents register at; 0 lets the OS choose.
         prefill: Prefill server of another engine, as URL[,OPTION=VALUE...]; may be repeated.
-        decode: Decode server of another engine, likewise.
+        decode: Decode server of another engine, in the same form.
         dialect: Dialect of the servers for which none is given.
         nodes: YAML file that lists servers of other engines.
         cors_origins: Origins whose web pages may call the API, as https://chat.example.com, or * for all.
             Default: none but the proxy's own.
         allow_fields: Fields of requests that clients may send to servers of other engines beside those that
             docs/dialects/README.md lists, as priority. An engine may read ranks, ids and code from fields.
-        max_connections: Maximum of open connections to all agents together.
+        max_connections: Maximum of open connections, over all agents.
 
     Routing:
         retries: How often a request is retried on another pair when an agent is lost before its first event;
@@ -69,7 +69,7 @@ class ProxyConfig(HttpOptions, TraceOptions, LogOptions):
             header x-slo-ttft-ms. least_work takes agents that are predicted to keep it, if there are any.
             Slower streams are counted, and the alerts of deploy/monitoring go by that. Requests with
             x-slo-reject: true that would miss it are rejected with 429.
-        tpot_objective_s: Objective for the mean time per token, likewise; the header is x-slo-tpot-ms.
+        tpot_objective_s: The same for the mean time per token; the header is x-slo-tpot-ms.
         stream_pull_min_tokens: The KV of prompts with at least this many uncached tokens (an estimate) is
             pulled while the prefill runs; 0 disables this. Default: prompts of more than one prefill chunk.
         prefix_pull_min_tokens: A prefill agent that lacks at least this many tokens of a prompt's beginning
@@ -89,7 +89,7 @@ class ProxyConfig(HttpOptions, TraceOptions, LogOptions):
 
     KV transfer:
         nixl_lease_s: Seconds that vLLM prefill servers with NixlConnector keep KV for its reader: their
-            `kv_lease_duration`. Nothing is proven by it: decode legs that take longer are cancelled.
+            `kv_lease_duration`. It proves nothing: decode requests that take longer are cancelled.
         moriio_lease_s: The same with MoRIIOConnector in READ mode: their `defer_timeout`. They do not count
             expired leases, so their responses rest on this number; without it READ mode is not served.
 
@@ -102,8 +102,8 @@ class ProxyConfig(HttpOptions, TraceOptions, LogOptions):
         queue_timeout_s: Longest time in that queue, in seconds; then 429.
         keepalive_s: Seconds that an idle connection to an agent stays open.
         client_stall_s: Seconds after which a client that reads nothing, with 64 KiB buffered, is dropped.
-        drain_s: Seconds that running requests may take to finish when the proxy is asked to end by SIGTERM.
-            Ctrl-C gives 3 s at most; a second signal ends it at once.
+        drain_s: Seconds after SIGTERM in which running requests may finish; after Ctrl-C 3 at most. A second
+            signal stops the proxy at once.
 
     Limits:
         prefill_limit: Maximum of requests in flight at one prefill agent. Default: what the agent reports.

@@ -49,7 +49,7 @@ class SidecarConfig(AnnounceOptions, LogOptions):
     Model:
         model: Which of the models that it lists to serve; the first when not given.
         tp_size: Tensor-parallel size; 1 when neither given nor reported (ATOM).
-        dp_size: Data-parallel size; likewise.
+        dp_size: Data-parallel size; 1 when neither given nor reported.
 
     Network:
         attach: Base URL of the server's OpenAI API, as this process reaches it.
@@ -67,7 +67,7 @@ class SidecarConfig(AnnounceOptions, LogOptions):
         max_running: Most sequences that it runs at once; unlimited when not given.
 
     Timeouts:
-        drain_s: Seconds that the server has to finish its requests when this process is asked to end.
+        drain_s: Seconds that the server has to finish its requests when this process gets SIGTERM.
         lease_s: Seconds after its last request for which another server may still read KV from it; not waited
             for if its role is decode.
     """

@@ -25,13 +25,13 @@ class AnnounceOptions:
     """To which proxies a server is announced, and as what.
 
     Network:
-        role: Which legs of a request this server takes.
+        role: Whether this server prefills, decodes, or both.
         proxy: Discovery addresses of the proxies to announce to: HOST:PORT, or dns:NAME[:PORT] for every
             address of a name, which is looked up again and again.
 
     Timeouts:
-        drain_s: Seconds that SIGTERM gives to what runs, is on its way, or is leased, before the end; Ctrl-C
-            gives 3 at most, and a second signal none.
+        drain_s: Seconds after SIGTERM in which running requests may finish and leased KV may be read; after
+            Ctrl-C 3 at most, and after a second signal none.
 
     Security:
         cluster_key: File made by `kvferry keygen`, the same as its proxies'; with it, only they are served.

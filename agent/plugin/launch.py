@@ -133,7 +133,8 @@ class EngineServerOptions(ServerOptions, PlaneOptions, LogOptions):
         model: Model as the engine names it: a directory, a name on Hugging Face, or a bundled model's name.
 
     Engine:
-        engine_python: Python of the environment in which the engine and kvferry are installed; this one's.
+        engine_python: Python of the environment in which the engine and kvferry are installed. Default: the
+            Python that runs this command.
 
     KV transfer:
         transfer: KV transfer backend; auto takes the best that works between two servers.

@@ -26,7 +26,7 @@ class SglangEngineConfig(EngineServerOptions):
         engine: The engine, sglang.
 
     Network:
-        role: Which legs of a request this server takes: prefill or decode.
+        role: Whether this server prefills or decodes.
 
     KV transfer:
         on_pull_failure: SGLang fails a request whose KV cannot be proven right: the proxy retries it.

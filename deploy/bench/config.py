@@ -105,9 +105,9 @@ class BenchConfig:
         warmup: Requests to each server before anything is measured.
         prompt_tokens: Length of the prompts: N, LOW:HIGH (any length between, equally often), or several of
             these with commas. Prompts are random words, no two alike.
-        output_tokens: Length of the answers, likewise.
-        ignore_eos: Send ignore_eos, so that answers have exactly that length. A server that does not know
-            this member of a request needs false.
+        output_tokens: Length of the answers, in the same form.
+        ignore_eos: Send ignore_eos, so that answers have exactly that length. A server that rejects
+            this field of a request needs false.
         seed: Number from which lengths and arrival times are made. Words are others in every run, so that no
             prefix cache has them.
 

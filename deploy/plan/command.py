@@ -42,7 +42,7 @@ class PlanConfig:
         rate: Requests per second; a trace is played faster or more slowly. Default: the trace's own; 8.
         requests: Most requests to serve.
         prompt_tokens: Without a trace, length of the prompts: N, LOW:HIGH, or several of these with commas.
-        output_tokens: Length of the answers, likewise.
+        output_tokens: Length of the answers, in the same form.
         seed: Number from which lengths and arrival times are made.
 
     Engine:

@@ -32,8 +32,8 @@ def add_ray_arguments(parser: ArgumentParser) -> None:
 def build_parser() -> CommandParser:
     parser = CommandParser(
         "kvferry down",
-        "End the agents that kvferry up --on ray has started, and free what they had reserved. If kvferry up "
-        "still runs, it ends its proxy and itself.",
+        "Stop the agents that kvferry up --on ray has started, and free what they had reserved. If kvferry "
+        "up still runs, it stops its proxy and exits.",
     )
     add_ray_arguments(parser)
     return parser

@@ -52,7 +52,7 @@ MISTAKES = [
     ("agent --engine vlm --model m", 2, "--engine: 'vlm' is not one of kvferry, vllm, sglang, auto; did "),
     ("agent --engine vllm --model m --kv-blocks 5", 2, "--kv-blocks: no such option"),
     ("up --prefill none", 2, "--prefill: 'none' is not a whole number"),
-    ("up --prefill 0", 2, "--prefill must be at least 1 where no agent serves both legs, got 0"),
+    ("up --prefill 0", 2, "--prefill must be at least 1 where --both is 0, got 0"),
     ("up --both.lease-s 5", 2, "--both.lease-s: no agent of this role is started"),
     ("up --config none.yaml", 2, "--config: 'none.yaml': No such file or directory"),
     ("up --config", 2, "--config: its value is missing, a file"),

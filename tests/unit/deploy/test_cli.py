@@ -104,10 +104,19 @@ def test_help_has_one_style(words: tuple[str, ...], capsys: pytest.CaptureFixtur
     assert not named & fields
 
 
+@pytest.mark.parametrize("words", VARIANTS, ids=" ".join)
+def test_help_is_in_the_words_of_the_field(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without terms of the code, such as legs; processes stop or exit, and do not end."""
+    text = help_of(words, capsys)
+    assert not re.findall(r"\b(?:likewise|legs?(?!-)|apart|together|asked|anew|ended|knows)\b", text)
+
+
 def test_serve_describes_itself(capsys: pytest.CaptureFixture[str]) -> None:
     text = " ".join(help_of(("serve",), capsys).split())
     assert text.startswith("usage: kvferry serve [MODEL] [OPTIONS] Serve a model on this machine")
-    for number in ("Number of prefill agents. (default: 0)", "that serve both legs. (default: 1)"):
+    for number in ("Number of prefill agents. (default: 0)", "that both prefill and decode. (default: 1)"):
         assert number in text
     assert "Number of prefill agents. (default: 1)" in " ".join(help_of(("up",), capsys).split())
 
