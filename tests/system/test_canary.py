@@ -40,8 +40,8 @@ async def cluster(
         agents.append(AgentSpec(name=f"right-{number}", role="prefill", args=args))
     for fault in wrong:
         ranks = "2" if fault == "late_rank" else "1"
-        args = (*ARGS, "--tp", ranks, "--name", fault, "--kv-fault", fault)
-        agents.append(AgentSpec(name=fault, role="prefill", args=args, module=faults.AGENT))
+        broken = (*ARGS, "--tp", ranks, "--name", fault, "--kv-fault", fault)
+        agents.append(AgentSpec(name=fault, role="prefill", args=broken, module=faults.AGENT))
     agents.append(AgentSpec(name="decode", role="decode", args=(*ARGS, "--name", "decode")))
     number = len(list(log_dir.iterdir()))
     spec = ClusterSpec(
