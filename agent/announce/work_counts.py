@@ -54,6 +54,7 @@ class WorkCounts:
             pulls=link.pulls + 1,
             nbytes=link.nbytes + event.nbytes,
             seconds=link.seconds + event.pull_s,
+            tail_s=(link.tail_s or 0.0) + event.tail_s,
         )
 
     def pull_failed(self, producer: str, event: PullFailed) -> None:

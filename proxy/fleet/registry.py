@@ -767,7 +767,9 @@ def _speed(info: Register, others: Speed) -> Speed:
         others.step_s if capacity.step_s is None else capacity.step_s,
         others.sequence_s if capacity.sequence_s is None else capacity.sequence_s,
         capacity.answer_tokens / capacity.answers if capacity.answers else others.answer_tokens,
-        sum(link.seconds for link in links) / pulls if pulls else others.pull_s,
+        sum(link.seconds if link.tail_s is None else link.tail_s for link in links) / pulls
+        if pulls
+        else others.pull_s,
     )
 
 

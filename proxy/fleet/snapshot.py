@@ -52,7 +52,8 @@ class NoPair(enum.StrEnum):
 class Speed(NamedTuple):
     """What work takes at an agent; None: no agent of its model has measured it (`Capacity`).
 
-    `answer_tokens`: of an answer, on average. `pull_s`: of one pull, likewise.
+    `answer_tokens`: of an answer, on average. `pull_s`: of one pull after its prefill has
+    ended, likewise.
     """
 
     token_s: float | None = None

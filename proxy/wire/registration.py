@@ -84,7 +84,7 @@ class Load(msgspec.Struct, frozen=True):
 
 class LinkUse(msgspec.Struct, frozen=True, kw_only=True):
     """What an agent has pulled from one producer since it started. `backend`: of the last pull; empty where
-    none has ended well.
+    none has ended well. `tail_s`: those of `seconds` after the prefill had ended; None from an older agent.
     """
 
     producer: Annotated[Incarnation, msgspec.Meta(max_length=MAX_TEXT_CHARS)]
@@ -93,6 +93,7 @@ class LinkUse(msgspec.Struct, frozen=True, kw_only=True):
     failures: Count = 0
     nbytes: Count = 0
     seconds: Seconds = 0.0
+    tail_s: Seconds | None = None
 
 
 class WorkReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,7 +11,9 @@ from kvferry.transfer.events import PullDone, PullFailed
 
 
 def done(pull_s: float, nbytes: int = 100) -> PullDone:
-    return PullDone(transfer_id="t", backend="tcp", nbytes=nbytes, descriptors=1, wait_s=9.0, pull_s=pull_s)
+    return PullDone(
+        transfer_id="t", backend="tcp", nbytes=nbytes, descriptors=1, wait_s=9.0, pull_s=pull_s, tail_s=0.25
+    )
 
 
 def failed(reason: str) -> PullFailed:
@@ -33,6 +35,7 @@ def test_pulls_are_counted_by_time_and_by_producer() -> None:
     of_q, of_p = work.links
     assert (of_p.producer, of_p.pulls, of_p.failures, of_p.nbytes, of_p.backend) == ("p", 2, 1, 200, "tcp")
     assert (of_q.producer, of_q.pulls) == ("q", 1)
+    assert (of_p.tail_s, of_q.tail_s) == (0.5, 0.25)
 
 
 def test_a_report_is_one_that_proxies_accept_whatever_happened() -> None:

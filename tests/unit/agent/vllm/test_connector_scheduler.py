@@ -522,7 +522,7 @@ def test_what_was_done_is_reported_as_our_own_agents_report_it() -> None:
     assert (work.recomputes, work.leases_expired) == (1, 1)
     (link,) = work.links
     assert link == LinkUse(
-        producer=Incarnation("e"), backend="tcp", pulls=1, failures=1, nbytes=7, seconds=0.1
+        producer=Incarnation("e"), backend="tcp", pulls=1, failures=1, nbytes=7, seconds=0.1, tail_s=0.0
     )
 
 

@@ -18,7 +18,7 @@ from kvferry.proxy.fleet.pairing import mismatch
 from kvferry.proxy.fleet.routing.candidates import Loads, Slots
 from kvferry.proxy.fleet.routing.routing_request import Pair, RoutingRequest
 from kvferry.proxy.fleet.snapshot import Snapshot, Speed
-from kvferry.proxy.wire.registration import Capacity, Register, Role
+from kvferry.proxy.wire.registration import Capacity, LinkUse, Register, Role, WorkReport
 from tests.unit.proxy.builders import AppliedRouter, TimedRegistry, load, registration
 
 MEASURED = Capacity(
@@ -121,6 +121,14 @@ def test_what_an_agent_has_not_measured_is_taken_from_another_of_its_model() -> 
     stage.ping("prefill", 101, Capacity(step_s=5.0))
     speed = stage.registry.snapshot().nodes[1].speed
     assert speed == Speed(MEASURED.token_s, 5.0, MEASURED.sequence_s, 100.0, 0.0)
+
+
+def test_a_pull_that_began_with_the_prefill_costs_what_came_after_it() -> None:
+    stage = Stage()
+    for tail_s, pull_s in ((0.5, 0.25), (0.0, 0.0), (None, 3.0)):
+        link = LinkUse(producer="p", pulls=2, seconds=6.0, tail_s=tail_s)
+        stage.ping("decode", 200, work=WorkReport(links=(link,)))
+        assert stage.registry.snapshot().nodes[0].speed.pull_s == pull_s
 
 
 def test_an_agent_that_takes_longer_than_predicted_gets_fewer_prompts_after_a_while() -> None:
