@@ -412,12 +412,12 @@ class Metrics:
         )
         self.streamed_pulls = Counter(
             "kvferry_proxy_streamed_pulls",
-            "Decode legs sent at the same time as their prefill leg, so that KV is pulled during prefill.",
+            "Requests sent to the prefill and the decode agent at once, so that KV is pulled during prefill.",
             registry=registry,
         )
         self.prefix_sources = Counter(
             "kvferry_proxy_prefix_sources",
-            "Prefill legs that were to pull the first part of their prompt's KV from another agent's cache.",
+            "Prefill requests that named an agent whose cache has the first part of the prompt's KV.",
             registry=registry,
         )
         self.retries_denied = Counter(
@@ -469,7 +469,7 @@ class Metrics:
         self.leases = self._register(
             LabelledCounter(
                 "kvferry_proxy_leases_judged",
-                "Decode legs of other engines, by how certain it is that the KV they read was still valid.",
+                "Decode requests to other engines, by how certain it is that the KV they read was still valid.",
                 "verdict",
                 _VERDICTS,
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from typing import Any
 
 import pytest
@@ -197,6 +198,12 @@ async def test_requests_for_an_unknown_model_have_no_label(stage: Stage) -> None
     assert stage.metric('kvferry_proxy_phase_seconds_count{phase="route",model_name=""}') == 1
     assert counted_tokens(stage, "") == (0, 0)
     assert "unheard-of" not in stage.proxy.services.metrics.exposition().decode()
+
+
+def test_help_texts_are_in_the_words_of_the_field() -> None:
+    text = (Metrics().exposition() + AgentMetrics(lambda: None).render()).decode()
+    texts = [line for line in text.splitlines() if line.startswith("# HELP ")]
+    assert not [line for line in texts if re.search(r"\b(legs|likewise|apart|knows|lent|of which)\b", line)]
 
 
 def test_counters_have_no_second_series_of_when_they_were_created() -> None:
