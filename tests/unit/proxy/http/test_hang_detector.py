@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,9 +14,10 @@ from kvferry.proxy.fleet.registry import SILENCE_S, STALL_S
 from kvferry.proxy.http.hang_detector import HangDetector
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.wire.registration import NODE_EXPIRY_S, Register
-from tests.standins.agents import Fault
+from tests.standins.agents import Fault, Leg
+from tests.standins.engines import SERVERS, Fabric, StandInServer
 from tests.unit.proxy.builders import Clock, load, registration
-from tests.unit.proxy.conftest import StartStage
+from tests.unit.proxy.conftest import Stage, StartStage
 
 PORT = 8000
 AGENT = f"{PORT:016x}"
@@ -85,6 +87,35 @@ async def test_a_request_at_the_only_agent_that_could_serve_it_fails(
         answer = await response.text()
     assert '"code":"no_agent"' in answer
     assert response.status == (200 if stream and fault.leg == "decode" else 503)
+
+
+async def test_a_request_at_another_engines_only_server_fails_too(
+    start_stage: StartStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """W1, of every dialect whose servers expire by now: `test_other_engines_pings_are_awaited_no_longer`."""
+    monkeypatch.setattr("kvferry.proxy.fleet.registry.SILENCE_S", NODE_EXPIRY_S + 1.0)
+    servers = [kind for dialect, kind in SERVERS.items() if dialect not in ("atom", "vllm-moriio")]
+    limits = {"first_byte_timeout_s": 60, "idle_timeout_s": 60, "total_timeout_s": 60}
+    legs: tuple[Leg, ...] = ("prefill", "decode")
+    cases = list(product(servers, legs, (False, True)))
+    stages = [await start_stage(decode_only_fallback=False, **limits) for _ in cases]
+
+    async def ask(stage: Stage, server: type[StandInServer], leg: Leg, stream: bool) -> str:
+        fabric, where = Fabric(), (stage.discovery,)
+        pair = [
+            await stage.bring(server(role=role, proxies=where, fabric=fabric))
+            for role in ("prefill", "decode")
+        ]
+        hung = pair[leg == "decode"]
+        hung.faults.append(Fault(leg, "hang"))
+        asking = asyncio.ensure_future(stage.post({**BODY, "stream": stream}))
+        await hung.until(lambda: not hung.faults)
+        await hung.silence()
+        async with asyncio.timeout(3 * NODE_EXPIRY_S), await asking as response:
+            return await response.text()
+
+    answers = await asyncio.gather(*(ask(stage, *case) for stage, case in zip(stages, cases, strict=True)))
+    assert all('"code":"no_agent"' in answer for answer in answers), answers
 
 
 class Waiting:
