@@ -469,7 +469,7 @@ class Metrics:
         self.leases = self._register(
             LabelledCounter(
                 "kvferry_proxy_leases_judged",
-                "Decode requests to other engines, by how certain it is that the KV they read was still valid.",
+                "Decode requests to other engines, by how certain it is that the KV they read was valid.",
                 "verdict",
                 _VERDICTS,
             )
