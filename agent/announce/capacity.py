@@ -3,8 +3,9 @@
 
 The model. An engine works in steps. A step that decodes n sequences, one token each, takes a + n·b seconds;
 a and b are fitted to the steps that did nothing else. What a step with chunks of prompts takes beyond that
-went into the prompts. Times are from the end of one step to the end of the next while there is work, so what
-is done between steps is in them. Only times of work count: an idle engine forgets nothing.
+went into the prompts. Without b for each sequence, it takes c + n·d seconds for n tokens of prompts. Times
+are from the end of one step to the end of the next while there is work, so what is done between steps is in
+them. Only times of work count: an idle engine forgets nothing.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ _CAUTION = 2.0
 
 
 class StepFit:
-    """Least squares of seconds over sequences of decoding steps, which forgets."""
+    """Least squares of steps' seconds over sequences, or tokens of prompts, in them, which forgets."""
 
     def __init__(self) -> None:
         self._count = 0
         self._weight = self._n = self._s = self._nn = self._ns = self._ss = 0.0
 
-    def add(self, sequences: int, seconds: float) -> None:
-        """Take one step."""
+    def add(self, n: int, seconds: float) -> None:
+        """Take one step with so many sequences, or tokens."""
         keep = math.exp(-seconds / MEMORY_S)
         self._count += 1
         self._weight = self._weight * keep + 1.0
-        self._n = self._n * keep + sequences
+        self._n = self._n * keep + n
         self._s = self._s * keep + seconds
-        self._nn = self._nn * keep + sequences * sequences
-        self._ns = self._ns * keep + sequences * seconds
+        self._nn = self._nn * keep + n * n
+        self._ns = self._ns * keep + n * seconds
         self._ss = self._ss * keep + seconds * seconds
 
     def line(self) -> tuple[float, float] | None:
@@ -74,6 +75,7 @@ class CapacityMeter:
         self._answers = 0
         self._answer_tokens = 0
         self._fit = StepFit()
+        self._prompt_fit = StepFit()
         # Of late: seconds of prefill and tokens that they were for; blocks and the sequences that held them.
         self._late_prefill_s = self._late_tokens = 0.0
         self._late_blocks = self._late_holders = 0.0
@@ -114,7 +116,7 @@ class CapacityMeter:
 
     def report(self, pending_tokens: int) -> Capacity:
         """Return what was measured. `pending_tokens`: of prompts that are not computed yet."""
-        line = self._fit.line()
+        line, prompt_line = self._fit.line(), self._prompt_fit.line()
         token_s = self._late_prefill_s / self._late_tokens if self._late_tokens else None
         return Capacity(
             prompts=self._prompts,
@@ -125,6 +127,8 @@ class CapacityMeter:
             slots=self._slots(),
             step_s=line and line[0],
             sequence_s=line and line[1],
+            prompt_step_s=prompt_line and prompt_line[0],
+            prompt_token_s=prompt_line and prompt_line[1],
             token_s=token_s,
             backlog_s=None if token_s is None else pending_tokens * token_s,
         )
@@ -137,6 +141,9 @@ class CapacityMeter:
         self._decode_s += decode_s
         self._late_prefill_s = self._late_prefill_s * keep + spent
         self._late_tokens = self._late_tokens * keep + tokens
+        line = self._fit.line() if decoded else (0.0, 0.0)
+        if line is not None:
+            self._prompt_fit.add(tokens, max(0.0, seconds - line[1] * decoded))
 
     def _decode_part(self, seconds: float, tokens: int, decoded: int) -> float:
         """What part of a step that did both went into decoding."""

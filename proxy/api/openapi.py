@@ -107,7 +107,7 @@ class NodeWorkView(msgspec.Struct):
 
     Seconds of a prompt's token, of a step that decodes, of each sequence in it, and of a pull; tokens of
     an answer on average. The shares: of its time in the last 10 s or so, what went into prompts and into
-    decoding.
+    decoding. Then the seconds of a step that computes prompts, and of each token in it.
     """
 
     token_s: float | None
@@ -117,6 +117,8 @@ class NodeWorkView(msgspec.Struct):
     pull_s: float
     prefill_share: float
     decode_share: float
+    prompt_step_s: float | None = None
+    prompt_token_s: float | None = None
 
 
 class NodeView(msgspec.Struct):

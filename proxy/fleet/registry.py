@@ -770,6 +770,8 @@ def _speed(info: Register, others: Speed) -> Speed:
         sum(link.seconds if link.tail_s is None else link.tail_s for link in links) / pulls
         if pulls
         else others.pull_s,
+        others.prompt_step_s if capacity.prompt_step_s is None else capacity.prompt_step_s,
+        others.prompt_token_s if capacity.prompt_token_s is None else capacity.prompt_token_s,
     )
 
 

@@ -52,8 +52,7 @@ class NoPair(enum.StrEnum):
 class Speed(NamedTuple):
     """What work takes at an agent; None: no agent of its model has measured it (`Capacity`).
 
-    `answer_tokens`: of an answer, on average. `pull_s`: of one pull after its prefill has
-    ended, likewise.
+    `answer_tokens`: of an answer, on average. `pull_s`: of one pull after its prefill has ended, likewise.
     """
 
     token_s: float | None = None
@@ -61,6 +60,8 @@ class Speed(NamedTuple):
     sequence_s: float | None = None
     answer_tokens: float = 0.0
     pull_s: float = 0.0
+    prompt_step_s: float | None = None
+    prompt_token_s: float | None = None
 
 
 class Prediction(NamedTuple):

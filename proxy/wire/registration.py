@@ -123,6 +123,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
 
     `slots`: sequences that it can decode at once: as many as it may, and as its KV blocks hold of the length
     seen lately. A step that decodes n sequences takes `step_s + n * sequence_s`; None until it has decoded.
+    A step that computes n tokens of prompts takes `prompt_step_s + n * prompt_token_s`, likewise.
     `token_s`: seconds of prefill for each token of a prompt, those that its prefix cache had included;
     `backlog_s`: those that its prompts will still take. Both None until it has computed a prompt.
     """
@@ -135,6 +136,8 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     slots: Count = 0
     step_s: Seconds | None = None
     sequence_s: Seconds | None = None
+    prompt_step_s: Seconds | None = None
+    prompt_token_s: Seconds | None = None
     token_s: Seconds | None = None
     backlog_s: Seconds | None = None
 

@@ -149,7 +149,7 @@ class RouteCosts:
 
     def _step(self, node: Node, count: int, share: float) -> float | None:
         """Return the time per token of so many sequences, while prompts take that share of the time."""
-        _, step_s, sequence_s, _, _ = node.speed
+        step_s, sequence_s = node.speed.step_s, node.speed.sequence_s
         if step_s is None or sequence_s is None:
             return None
         return (step_s + count * sequence_s) * node.bias.decode / (1.0 - min(share, MAX_SHARE))

@@ -92,6 +92,23 @@ def test_seconds_of_prompts_are_what_steps_take_beyond_decoding() -> None:
     assert made.report(0).decode_s == pytest.approx(all_s - 0.5 - 0.3 - 0.3), "all else was decoding"
 
 
+def test_steps_with_prompts_give_a_line_of_their_own_without_what_decodes() -> None:
+    made, sizes = meter(), (16, 100, 256, 1024) * 2
+    for n in (1, 2, 5, 9, 30) * 4:
+        decode(made, n, 0.01 + 0.002 * n)
+    for tokens in sizes:
+        prefill(made, tokens, 0.03 + 0.001 * tokens + 0.002 * 7, decoded=7)
+    report = made.report(0)
+    assert (report.prompt_step_s, report.prompt_token_s) == pytest.approx((0.03, 0.001), rel=1e-3)
+    alone = meter()
+    for tokens in sizes:
+        assert alone.report(0).prompt_step_s is None
+        prefill(alone, tokens, 0.03 + 0.001 * tokens, decoded=0)
+        prefill(alone, tokens, 9.0, decoded=1)
+    report = alone.report(0)
+    assert (report.prompt_step_s, report.prompt_token_s) == pytest.approx((0.03, 0.001), rel=1e-3)
+
+
 def test_backlog_goes_by_the_tokens_of_late_cached_ones_included() -> None:
     made = meter()
     made.cached(100)

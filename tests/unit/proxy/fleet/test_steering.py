@@ -270,7 +270,7 @@ async def test_nodes_say_what_their_work_takes(stage: Stage) -> None:
     assert told["prefill_chunk"] == 256
     assert told["work"] == {
         "token_s": 0.001, "step_s": 0.01, "sequence_s": 0.002, "answer_tokens": 5.0, "pull_s": 0.0,
-        "prefill_share": 0.0, "decode_share": 0.0,
+        "prompt_step_s": None, "prompt_token_s": None, "prefill_share": 0.0, "decode_share": 0.0,
     }  # fmt: skip
     new = await stage.agent("both", overrides={"model": "other"})
     assert (await node(stage, new))["work"]["token_s"] is None
