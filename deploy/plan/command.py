@@ -47,9 +47,9 @@ class PlanConfig:
 
     Engine:
         servers: Number of servers, all alike. Default: those of the proxy's fleet; 8.
-        server: YAML file with what a server takes: token-s, step-s, sequence-s, chunk, kv-tokens,
-            max-running, pull-s, pull-token-s, leg-s. Default: what the proxy's agents have measured; about an
-            H100 with an 8B model.
+        server: YAML file with what a server takes: token-s, step-s, prompt-step-s, sequence-s, chunk,
+            batch-tokens, kv-tokens, max-running, pull-s, pull-token-s, leg-s. Default: what the proxy's
+            agents have measured; about an H100 with an 8B model.
         proxy: Base URL of a proxy: servers are like its agents, as these have measured themselves.
         model: Model of these agents, if the proxy serves several.
 
@@ -109,7 +109,7 @@ def main(argv: Sequence[str]) -> int:
     )  # fmt: skip
     try:
         load = load_of(config)
-        number, model = servers_of(config, load)
+        number, model = servers_of(config)
     except (OSError, ValueError, StatusFailed, BadCertificate) as error:
         print(f"{PROG}: {message_of(error)}", file=sys.stderr)
         return 1
@@ -179,7 +179,7 @@ def serve(
     return PlanRow(name, ttfts[half], ttfts[most], tpots[half], tpots[most], kept / len(jobs), busy)
 
 
-def servers_of(config: PlanConfig, load: Sequence[SizedArrival]) -> tuple[int, ServerModel]:
+def servers_of(config: PlanConfig) -> tuple[int, ServerModel]:
     """Return how many servers there are, and what each takes. What a file says goes before what agents do.
 
     Raises as `fetch_agents` and `server_model` do.
@@ -187,7 +187,7 @@ def servers_of(config: PlanConfig, load: Sequence[SizedArrival]) -> tuple[int, S
     number, model = NUM_SERVERS, ServerModel()
     if config.proxy is not None:
         agents = asyncio.run(fetch_agents(config.proxy, config.key, config.ca, config.model))
-        number, model = len(agents), server_model(agents, load)
+        number, model = len(agents), server_model(agents)
     if config.server is not None:
         figures = {
             name.replace("-", "_"): value for name, value in read_settings(str(config.server), PROG).items()

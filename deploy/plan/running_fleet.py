@@ -9,10 +9,13 @@ from statistics import mean
 
 from kvferry.common.http.tls import client_context
 from kvferry.common.options import read_key
-from kvferry.deploy.bench.arrivals import SizedArrival
 from kvferry.deploy.http_client import client_session, fetch_nodes
 from kvferry.deploy.plan.simulation import BLOCK, ServerModel
 from kvferry.proxy.api.openapi import NodeView, NodeWorkView
+from kvferry.proxy.wire.dialects import NATIVE_DIALECT
+
+MAX_BATCH_TOKENS = 1024
+"""Of a step of kvferry's agents by default: they do not announce it."""
 
 
 async def fetch_agents(url: str, key: Path | None, ca: Path | None, model: str | None) -> list[NodeView]:
@@ -33,12 +36,8 @@ async def fetch_agents(url: str, key: Path | None, ca: Path | None, model: str |
     return found
 
 
-def server_model(agents: Sequence[NodeView], load: Sequence[SizedArrival]) -> ServerModel:
-    """Return a server that is the mean of these agents. Raises `ValueError` if they have not measured enough.
-
-    An agent measures a prompt's token with the steps in which prompts are computed. In the plan steps cost
-    something of their own, as many as this load takes, and tokens the rest.
-    """
+def server_model(agents: Sequence[NodeView]) -> ServerModel:
+    """Return a server that is their mean. Raises `ValueError` if they have not measured enough."""
     works = [node.work for node in agents if node.work is not None]
 
     def measured(value: Callable[[NodeWorkView], float | None], what: str) -> float:
@@ -49,20 +48,19 @@ def server_model(agents: Sequence[NodeView], load: Sequence[SizedArrival]) -> Se
             )
         return mean(values)
 
-    step_s = measured(lambda work: work.step_s, "a step")
-    chunk = min((node.prefill_chunk for node in agents if node.prefill_chunk), default=ServerModel().chunk)
-    steps, tokens = (
-        sum(-(-each.prompt_tokens // chunk) for each in load),
-        sum(each.prompt_tokens for each in load),
-    )
-    blocks = min((node.load.kv_blocks_total for node in agents), default=0)
+    default = ServerModel()
+    chunk = min((node.prefill_chunk for node in agents if node.prefill_chunk), default=default.chunk)
+    is_native = all(node.dialect == NATIVE_DIALECT for node in agents)
+    slots = [node.load.max_running for node in agents if node.load.max_running]
     return ServerModel(
-        token_s=max(0.0, measured(lambda work: work.token_s, "a prompt") - step_s * steps / tokens),
-        step_s=step_s,
+        token_s=measured(lambda work: work.prompt_token_s, "a prompt"),
+        step_s=measured(lambda work: work.step_s, "a step"),
+        prompt_step_s=measured(lambda work: work.prompt_step_s, "a prompt"),
         sequence_s=measured(lambda work: work.sequence_s, "a step"),
         chunk=chunk,
-        kv_tokens=blocks * BLOCK or ServerModel().kv_tokens,
-        max_running=min((node.load.max_running for node in agents if node.load.max_running), default=256),
+        batch_tokens=max(chunk, MAX_BATCH_TOKENS) if is_native else None,
+        kv_tokens=min(node.load.kv_blocks_total for node in agents) * BLOCK or default.kv_tokens,
+        max_running=min(slots, default=default.max_running),
         pull_s=measured(lambda work: work.pull_s, "a pull"),
         pull_token_s=0.0,
     )

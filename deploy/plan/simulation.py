@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Servers in virtual time, behind the proxy's own registry and router.
 
-A server computes in steps: up to `chunk` tokens of the prompts that it has, the oldest first, and one token
-of each sequence that it decodes. Such a step takes `step_s`, `token_s` for each token of a prompt, and
-`sequence_s` for each sequence. Servers measure themselves as the agents do (`CapacityMeter`) and ping once a
-second. What is left out: the network, prefix caches, preemption.
+A server computes in steps: up to `chunk` tokens of each prompt that it has, the oldest first and up to
+`batch_tokens` of all, and one token of each sequence that it decodes. Such a step takes `step_s`, `token_s`
+for each token of a prompt, and `sequence_s` for each sequence. Servers measure themselves as the agents do
+(`CapacityMeter`) and ping once a second. What is left out: the network, prefix caches, preemption.
 """
 
 from __future__ import annotations
@@ -40,14 +40,18 @@ BLOCK = 16
 
 
 class ServerModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What servers take. `pull_token_s`: of the transfer of one token's KV; `pull_s`: of any transfer;
-    `leg_s`: of each leg before its first step, for HTTP and what else computes nothing.
+    """What servers take. `prompt_step_s`: of a step with prompts; None is a `step_s`. `pull_token_s`: of the
+    transfer of one token's KV; `pull_s`: of any transfer; `leg_s`: of each leg before its first step, for
+    HTTP and what else computes nothing. `batch_tokens`: None is a chunk, so prompts are computed one after
+    the other.
     """
 
     token_s: float = 27e-6
     step_s: float = 0.007
+    prompt_step_s: float | None = None
     sequence_s: float = 0.0001
     chunk: int = 2048
+    batch_tokens: int | None = None
     kv_tokens: int = 400_000
     max_running: int = 256
     pull_s: float = 0.005
@@ -126,7 +130,8 @@ class SimulatedServer:
         self._numbers = count()
         self._steps = self._stretch = 0
         self._begun_at = self._step_s = 0.0
-        self._tokens = 0
+        self._parts: list[int] = []
+        """Tokens of each of the first prompts in the step."""
         self._kv_tokens = 0
         self._run = 0
         self._pulls, self._pulled_s = 0, 0.0
@@ -175,14 +180,16 @@ class SimulatedServer:
                 self._decode(job)
         self._inbox.clear()
         model, decoding = self._model, len(self._decoding)
-        self._tokens, left = 0, model.chunk
+        self._parts, left = [], model.batch_tokens or model.chunk
         for job in self._prompts:
-            self._tokens += min(left, job.prompt_left)
-            left = model.chunk - self._tokens
+            self._parts.append(min(left, model.chunk, job.prompt_left))
+            left -= self._parts[-1]
             if not left:
                 break
         self._stretch = 1 if self._prompts else self._decoding[0][0] - self._steps if decoding else 0
-        self._step_s = model.step_s + self._tokens * model.token_s + decoding * model.sequence_s
+        own_s = model.prompt_step_s if self._parts else None
+        self._step_s = model.step_s if own_s is None else own_s
+        self._step_s += sum(self._parts) * model.token_s + decoding * model.sequence_s
         self._begun_at = self._clock.now
         if self._stretch:
             self._schedule()
@@ -199,21 +206,22 @@ class SimulatedServer:
         self.busy_s += self._stretch * self._step_s
         decoding = len(self._decoding)
         self._meter.step(
-            self._step_s, prompt_tokens=self._tokens, decoded=decoding,
+            self._step_s, prompt_tokens=sum(self._parts), decoded=decoding,
             blocks_used=self._kv_tokens // BLOCK, holders=decoding,
         )  # fmt: skip
         while self._decoding and self._decoding[0][0] <= self._steps:
             self._finish(heapq.heappop(self._decoding)[2])
-        left = self._tokens
-        while self._prompts and left:
-            job = self._prompts[0]
-            done = min(left, job.prompt_left)
-            job.prompt_left, left = job.prompt_left - done, left - done
-            if not job.prompt_left:
-                self._prompts.popleft()
+        begun: list[Job] = []
+        for done in self._parts:
+            job = self._prompts.popleft()
+            job.prompt_left -= done
+            if job.prompt_left:
+                begun.append(job)
+            else:
                 self._meter.prompt_done()
                 job.first_at = self._clock.now
                 self._prefilled(self, job)
+        self._prompts.extendleft(reversed(begun))
         self._begin()
 
     def _decode(self, job: Job) -> None:

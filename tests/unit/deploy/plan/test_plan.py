@@ -73,6 +73,15 @@ def test_the_table_has_a_row_for_each_way(capsys: pytest.CaptureFixture[str]) ->
     assert names == ["prefill + decode", "together", "1 + 1", "1 + 1, from 512", "auto"]
 
 
+def test_prompts_share_steps_that_hold_more_than_a_chunk() -> None:
+    load, tokens = [SizedArrival(0.0, 2 * MODEL.chunk, 1)] * 2, MODEL.chunk * MODEL.token_s
+    shared = msgspec.structs.replace(MODEL, batch_tokens=2 * MODEL.chunk)
+    rows = [serve("", PlanConfig(), load, each, ["both"], None) for each in (MODEL, shared)]
+    assert rows[0].ttft_p99_s == pytest.approx(4 * (MODEL.step_s + tokens))
+    # The first step begins with the first prompt alone.
+    assert rows[1].ttft_p99_s == pytest.approx(3 * MODEL.step_s + 4 * tokens)
+
+
 def test_a_leg_takes_what_it_takes_before_its_first_step() -> None:
     load, model = [SizedArrival(0.0, 100, 11)], msgspec.structs.replace(MODEL, leg_s=0.5)
     (plain, slow) = [serve("", PlanConfig(), load, each, ["prefill", "decode"], 0) for each in (MODEL, model)]

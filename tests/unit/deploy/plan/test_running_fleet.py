@@ -10,7 +10,6 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from kvferry.deploy.bench.arrivals import SizedArrival
 from kvferry.deploy.plan.command import PlanConfig, main, servers_of
 from kvferry.deploy.plan.running_fleet import fetch_agents, server_model
 from kvferry.deploy.plan.simulation import ServerModel
@@ -18,16 +17,10 @@ from kvferry.proxy.api.openapi import NodeList, NodeView, NodeWorkView
 from tests.unit.deploy.test_status import LOAD, NODE, NODES, serving
 
 WORK = NodeWorkView(
-    token_s=0.001,
-    step_s=0.01,
-    sequence_s=0.002,
-    answer_tokens=9.0,
-    pull_s=0.003,
-    prefill_share=0.5,
-    decode_share=0.1,
-)
+    token_s=0.01, step_s=0.01, sequence_s=0.002, answer_tokens=9.0, pull_s=0.003, prefill_share=0.5,
+    decode_share=0.1, prompt_step_s=0.02, prompt_token_s=0.001,
+)  # fmt: skip
 AGENT = replace(NODE, state="ready", work=WORK, prefill_chunk=256, load=LOAD)
-TRACE = [SizedArrival(0.0, 300, 9), SizedArrival(1.0, 200, 9)]
 
 
 def page(*agents: NodeView) -> bytes:
@@ -35,23 +28,22 @@ def page(*agents: NodeView) -> bytes:
 
 
 def test_a_server_is_the_mean_of_the_agents() -> None:
-    slower = replace(AGENT, work=replace(WORK, token_s=0.003), load=replace(LOAD, max_running=4))
+    slower = replace(
+        AGENT, work=replace(WORK, prompt_token_s=0.003), load=replace(LOAD, max_running=4, kv_blocks_total=0)
+    )
     starting = replace(AGENT, work=None)
-    model = server_model([AGENT, slower, starting], TRACE)
-    steps = 3  # 300 tokens are two chunks
-    assert model == ServerModel(
-        token_s=pytest.approx(0.002 - steps * 0.01 / 500), step_s=0.01, sequence_s=0.002, chunk=256,
-        kv_tokens=80 * 16, max_running=4, pull_s=0.003, pull_token_s=0.0,
+    assert server_model([AGENT, slower, starting]) == ServerModel(
+        token_s=pytest.approx(0.002), step_s=0.01, prompt_step_s=0.02, sequence_s=0.002, chunk=256,
+        batch_tokens=1024, kv_tokens=ServerModel().kv_tokens, max_running=4, pull_s=0.003, pull_token_s=0.0,
     )  # fmt: skip
-    assert server_model([replace(AGENT, work=replace(WORK, token_s=1e-6))], TRACE).token_s == 0.0
+    others = server_model([replace(AGENT, dialect="vllm-kvferry", prefill_chunk=2048)])
+    assert (others.chunk, others.batch_tokens, others.kv_tokens) == (2048, None, 80 * 16)
 
 
-@pytest.mark.parametrize("missing", ["token_s", "step_s"])
+@pytest.mark.parametrize("missing", ["prompt_token_s", "step_s"])
 def test_what_nobody_has_measured_is_said(missing: str) -> None:
     with pytest.raises(ValueError, match="send the fleet some requests first"):
-        server_model(
-            [replace(AGENT, work=replace(WORK, **{missing: None})), replace(AGENT, work=None)], TRACE
-        )
+        server_model([replace(AGENT, work=replace(WORK, **{missing: None})), replace(AGENT, work=None)])
 
 
 async def test_agents_that_are_ready_are_taken_of_one_model() -> None:
@@ -71,8 +63,8 @@ async def test_a_file_goes_before_what_agents_measured(tmp_path: Path) -> None:
     path.write_text("leg-s: 0.5\nchunk: 128\n")
     async with serving(b"200 OK", page(AGENT, AGENT)) as url:
         config = PlanConfig(proxy=url, server=path)
-        number, model = await asyncio.to_thread(servers_of, config, TRACE)
-        more, _ = await asyncio.to_thread(servers_of, PlanConfig(proxy=url, servers=5), TRACE)
+        number, model = await asyncio.to_thread(servers_of, config)
+        more, _ = await asyncio.to_thread(servers_of, PlanConfig(proxy=url, servers=5))
     assert (number, more) == (2, 5)
     assert (model.leg_s, model.chunk, model.sequence_s) == (0.5, 128, 0.002)
 
@@ -89,4 +81,4 @@ async def test_a_proxy_that_is_none_is_said_in_one_line(capsys: pytest.CaptureFi
 def test_a_page_of_an_older_proxy_has_no_work() -> None:
     old = msgspec.json.decode(page(AGENT).replace(b'"work":', b'"other":'), type=NodeList)
     with pytest.raises(ValueError, match="no agent has measured"):
-        server_model(old.nodes, TRACE)
+        server_model(old.nodes)
