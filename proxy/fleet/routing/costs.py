@@ -15,26 +15,31 @@ So, of a request whose prompt takes w seconds, and whose answer has L tokens:
 A second of decoding counts v times as much as one before the first token: as much as the objectives say of an
 answer of L tokens, `ttft_objective_s / (L * tpot_objective_s)`. A pair costs the sum of both. A server alone
 costs the same without a transfer; what comes while its prompt waits and is computed delays its answer.
-Objectives come first: a choice that is predicted to miss one, the request's own or else the fleet's, is taken
-only where all that are compared miss one; of more than eight agents, two are.
+Objectives come first: a choice that is predicted to miss one, the request's own or else the fleet's, or to
+have the sequences that an agent decodes miss the fleet's, is taken only where all that are compared miss one;
+of more than eight agents, two are.
 What a server reports is corrected by how wrong it was (`Bias`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from kvferry.proxy.fleet.snapshot import Node, Prediction
 from kvferry.proxy.wire.registration import Incarnation
 
-BURST_S = 1.0
-"""Time constant of the share of an agent's time that the prompts sent there a moment ago take."""
-
+SHORTEST_BURST_S = 0.1
+LONGEST_BURST_S = 1.0
+"""Bounds of the time constant of the share of an agent's time that the prompts sent there a moment ago take:
+otherwise the time of an answer, because prompts that come within it are what delays it.
+"""
 MAX_SHARE = 0.95
 """A share that is measured as all of the time leaves some for decoding: steps do both."""
-
+PRICE_S = 0.1
+"""How long the price of an agent's time is kept: it is a mean over all agents of a model."""
 
 Cost = tuple[bool, float]
 """Whether an objective is predicted to be missed, and the cost in seconds; so the least is the best."""
@@ -86,16 +91,19 @@ class RouteCosts:
         self._predicted = predicted
         self._ttft_s = ttft_s
         self._tpot_s = tpot_s
+        self._prices: dict[str, float] = {}
+        self._priced_at = -math.inf
 
-    def at(self, now: float) -> None:
-        """Begin another choice, at this time on the router's clock."""
+    def at(self, now: float, nodes: Iterable[Node]) -> None:
+        """Begin another choice among these agents, at this time on the router's clock."""
         self._now = now
         self._states.clear()
+        if now - self._priced_at >= PRICE_S:
+            self._prices, self._priced_at = self._prices_of(nodes), now
 
     def prefill(self, node: Node, request: CostedRequest) -> Cost:
         """Return the cost of the prefill leg."""
-        queue_s, decoding, _ = self._state(node)
-        return self._prefilling(node, request, queue_s, decoding)
+        return self._prefilling(node, request)
 
     def decode(self, node: Node, request: CostedRequest) -> Cost:
         """Return the cost of the decode leg, where another server computes the prompt."""
@@ -107,7 +115,7 @@ class RouteCosts:
         queue_s, decoding, share = self._state(node)
         delay_s = (queue_s + request.tokens * (node.speed.token_s or 0.0) * node.bias.prefill) * share
         return add(
-            self._prefilling(node, request, queue_s, decoding),
+            self._prefilling(node, request),
             self._decoding(node, request, delay_s, decoding, share),
         )
 
@@ -121,17 +129,31 @@ class RouteCosts:
         work_s = tokens * token_s * prefill.bias.prefill
         queue_s, _, _ = self._state(prefill)
         last = self._predicted.get(prefill.info.incarnation)
-        burst = 0.0 if last is None else last.share * math.exp((last.at - now) / BURST_S)
+        burst_s = _burst_s(prefill)
+        burst = 0.0 if last is None else last.share * math.exp((last.at - now) / burst_s)
         _, others, share = self._state(decode)
         step_s = self._step(decode, others + count, share) if count else None
-        return Prediction(now, now + queue_s + work_s, burst + work_s / BURST_S, step_s)
+        return Prediction(now, now + queue_s + work_s, burst + work_s / burst_s, step_s)
 
-    def _prefilling(self, node: Node, request: CostedRequest, queue_s: float, others: int) -> Cost:
-        token_s = node.speed.token_s
+    def _prices_of(self, nodes: Iterable[Node]) -> dict[str, float]:
+        """Return, by model, the price of a second of an agent that decodes nothing, in seconds of waiting."""
+        busy, idle = Counter[str](), Counter[str]()
+        for node in nodes:
+            if node.info.role != "decode":
+                busy[node.info.model] += node.prefill_share
+                idle[node.info.model] += self._state(node)[1] == 0
+        shares = {model: min(MAX_SHARE, share / max(1, idle[model])) for model, share in busy.items()}
+        return {model: share / (1.0 - share) for model, share in shares.items()}
+
+    def _prefilling(self, node: Node, request: CostedRequest) -> Cost:
+        token_s, (queue_s, others, share) = node.speed.token_s, self._state(node)
         if token_s is None:
             return UNKNOWN
         work_s = request.tokens * token_s * node.bias.prefill
         late = queue_s + work_s > (request.ttft_s or self._ttft_s)
+        if others and not late:
+            delayed_s = self._step(node, others, share + work_s / _burst_s(node))
+            late = delayed_s is not None and delayed_s > self._tpot_s
         return late, queue_s + work_s * (1.0 + others * self._weight(node))
 
     def _decoding(
@@ -143,9 +165,12 @@ class RouteCosts:
         own_s, sequence_s = self._step(node, others + count, share), node.speed.sequence_s
         if own_s is None or sequence_s is None:
             return UNKNOWN
-        others_s = others * sequence_s * node.bias.decode
+        others_s, answer_tokens = others * sequence_s * node.bias.decode, node.speed.answer_tokens
         late = own_s > (request.tpot_s or self._tpot_s)
-        return late, self._weight(node) * count * (delay_s + node.speed.answer_tokens * (own_s + others_s))
+        cost = self._weight(node) * count * (delay_s + answer_tokens * (own_s + others_s))
+        if node.info.role == "both":
+            cost += answer_tokens * own_s * self._prices.get(node.info.model, 0.0) / (others + 1)
+        return late, cost
 
     def _step(self, node: Node, count: int, share: float) -> float | None:
         """Return the time per token of so many sequences, while prompts take that share of the time."""
@@ -175,7 +200,13 @@ class RouteCosts:
         if last is not None:
             if reported_s is None or last.at >= node.heard_at:
                 queue_s = max(queue_s, last.first_token_at - now)
-            share = max(share, min(1.0, last.share * math.exp((last.at - now) / BURST_S)))
+            share = max(share, min(1.0, last.share * math.exp((last.at - now) / _burst_s(node))))
         decoding = max(0, self._sequences(node) - self._prefills.get(info.incarnation, 0))
         self._states[info.incarnation] = state = queue_s, decoding, share
         return state
+
+
+def _burst_s(node: Node) -> float:
+    """Return the time constant of a burst: how long an answer of average length takes there."""
+    answer_s = node.speed.answer_tokens * (node.speed.step_s or 0.0)
+    return min(LONGEST_BURST_S, max(SHORTEST_BURST_S, answer_s)) if answer_s else LONGEST_BURST_S

@@ -128,7 +128,7 @@ class Router:
         no others are left. With `apart`, no agent is paired with itself. With `decode_only`, a decode agent
         serves alone where no prefill agent is ready, or the canary has taken out all pairs.
         """
-        self._costs.at(now)
+        self._costs.at(now, snapshot.nodes)
         for agents in (_without(snapshot, exclude), snapshot) if exclude else (snapshot,):
             chosen = self._choose(agents, request, turns, apart)
             if decode_only and not apart and is_decode_only(snapshot, request.model, chosen):

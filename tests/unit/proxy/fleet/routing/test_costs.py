@@ -115,6 +115,31 @@ def test_an_agent_with_a_high_share_of_prompts_is_not_taken_to_decode() -> None:
     assert stage.route(LONG, keep=False)[1] == 101
 
 
+def test_a_prompt_waits_rather_than_have_the_answers_of_others_miss_their_objective() -> None:
+    """0.5 s earlier, but two answers would have no time between the chunks of a prompt of one second."""
+    stage = Stage()
+    stage.ping("both", 100, load=load(2))
+    stage.ping("both", 101, msgspec.structs.replace(MEASURED, backlog_s=0.9))
+    assert stage.route(LONG, keep=False)[0] == 101
+    stage.ping("both", 101, msgspec.structs.replace(MEASURED, backlog_s=1.2))
+    assert stage.route(LONG, keep=False)[0] == 100, "it would miss its own"
+
+
+@pytest.mark.parametrize(("share", "decode"), [(0.9, 101), (0.0, 100)])
+def test_the_busier_a_fleet_is_with_prompts_the_fewer_of_its_agents_decode(share: float, decode: int) -> None:
+    """An agent that decodes nothing is left to the prompts, where there are many."""
+    stage = Stage()
+    for now in range(30):
+        stage.registry.at(float(now))
+        stage.ping("both", 100)
+        stage.ping("both", 101, load=load(4))
+        for port in (102, 103):
+            stage.ping("both", port, msgspec.structs.replace(MEASURED, prefill_s=1.0 + share * now))
+    used = {stage.route(SHORT, keep=False)[1] for _ in range(8)}
+    assert decode in used and (101 in used) == (decode == 101)
+    assert share == 0.0 or used == {101}
+
+
 def test_what_an_agent_has_not_measured_is_taken_from_another_of_its_model() -> None:
     stage = Stage()
     stage.ping("prefill", 100)
