@@ -89,9 +89,11 @@ async def test_the_page_shows_the_cluster_live(start_cluster: StartCluster, tmp_
         assert await page.evaluate("document.getElementById('canary').hidden"), "no pair was probed"
         async with aiohttp.ClientSession() as http, http.post(f"{cluster.url}/canary") as response:
             assert (await response.json())["verdict"] == "learning"
-        await page.until("document.querySelector('#canary-pairs tbody td')?.textContent.includes('→')")
-        probed = await page.evaluate("document.querySelector('#canary-pairs tbody tr').textContent")
-        assert "trusted" in probed and "logprobs differ by up to" in probed
+        # The page asks every 5 s: it may have the pair from before the probe had ended.
+        row = "document.querySelector('#canary-pairs tbody tr')?.textContent"
+        await page.until(f"{row}?.includes('logprobs differ by up to')")
+        probed = await page.evaluate(row)
+        assert "trusted" in probed and "→" in probed
 
         message = "no agent serves this model: 'unheard-of'"
         assert message in await page.evaluate("document.querySelector('#failures tbody').textContent")
