@@ -113,6 +113,7 @@ class Charts:
     cached: list[float | None]
     queued: list[float]
     events: list[float]
+    prompt_tokens: list[float]
     requests: list[float]
     failures: list[float]
     client_errors: list[float]
@@ -159,6 +160,7 @@ class _Ring:
         errors = counted.client_errors + counted.rejected
         rates = {
             "events": counted.events,
+            "prompt_tokens": counted.prompt_tokens,
             "requests": counted.ended,
             "failures": counted.failed,
             "client_errors": counted.client_errors,

@@ -36,6 +36,7 @@ DRAWN = (
     "Time to first token",
     "Inter-token latency",
     "Streamed tokens per second",
+    "Prompt tokens per second",
     "KV pulled per second",
     "Time of a pull",
 )

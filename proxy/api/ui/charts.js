@@ -16,6 +16,7 @@ export const TRAFFIC = [
   { title: "Inter-token latency", byModel: true, series: quantiles("itl"), format: duration, floor: 0.001 },
   { title: "Time per output token", byModel: true, series: quantiles("tpot"), format: duration, floor: 0.001 },
   { title: "Streamed tokens per second", byModel: true, series: [{ key: "events", label: "tokens", tone: "main", area: true }], format: rate, floor: 10 },
+  { title: "Prompt tokens per second", series: [{ key: "prompt_tokens", label: "tokens", tone: "main", area: true }], format: rate, floor: 10 },
   {
     title: "Requests per second",
     byModel: true,

@@ -140,6 +140,7 @@ def test_errors_of_clients_are_no_failures_of_servers() -> None:
     assert charts.pull_p50[-1] == pytest.approx(0.55)
     assert charts.pull_bytes[-1] == 4096 / SLICE_S
     assert charts.cached[-1] == 0.25
+    assert charts.prompt_tokens[-1] == 100 / SLICE_S
 
 
 def test_two_snapshots_at_one_moment_are_one() -> None:
