@@ -24,7 +24,7 @@ What a server reports is corrected by how wrong it was (`Bias`).
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
@@ -137,7 +137,7 @@ class RouteCosts:
 
     def _prices_of(self, nodes: Iterable[Node]) -> dict[str, float]:
         """Return, by model, the price of a second of an agent that decodes nothing, in seconds of waiting."""
-        busy, idle = Counter[str](), Counter[str]()
+        busy, idle = defaultdict[str, float](float), Counter[str]()
         for node in nodes:
             if node.info.role != "decode":
                 busy[node.info.model] += node.prefill_share
