@@ -38,7 +38,7 @@ otherwise the time of an answer, because prompts that come within it are what de
 """
 MAX_SHARE = 0.95
 """A share that is measured as all of the time leaves some for decoding: steps do both."""
-PRICE_S = 0.1
+PRICE_S = 1.0
 """How long the price of an agent's time is kept: it is a mean over all agents of a model."""
 
 Cost = tuple[bool, float]
