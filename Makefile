@@ -18,7 +18,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .DEFAULT_GOAL := help
 DAILY := env|demo|check|format|test|bench-proxy|site|help-all
 .PHONY: help help-all env demo test test-parts coverage test-full test-gpu test-vllm test-sglang test-clients test-deploy test-deploy-lint test-atom test-rdma test-traces test-versions chaos soak model-check fuzz-api \
-	fuzz-discovery hammer mutants check format bench-proxy bench-vllm bench-fleet bench-streams bench-streamed bench-transfer bench-pd \
+	fuzz-discovery hammer mutants check format bench-proxy bench-vllm bench-fleet bench-streams bench-streamed bench-plan bench-transfer bench-pd \
 	dialect-table served-table model-table field-table prefix-table lifecycles reference dashboards cuda-requirements site train clean
 
 help: ## list these targets
@@ -182,6 +182,11 @@ bench-streams: $(STAMP) ## what 2,000 streams at once cost one proxy in memory
 
 bench-streamed: $(STAMP) ## the gap between prefill and decode, with KV pulled meanwhile and without
 	$(BIN)/python -m benchmarks.streamed_gap
+
+bench-plan: $(STAMP) ## what kvferry plan predicts of a fleet on this machine beside what is measured; a mix that turns
+	$(BIN)/python -m benchmarks.plan_reality --paced
+	$(BIN)/python -m benchmarks.plan_reality --computing
+	$(BIN)/python -m benchmarks.plan_reality --turning
 
 bench-transfer: $(STAMP) ## what the transfer backends carry, beside what they could; GPUs too where there are
 	$(PIP_INSTALL) --editable '.[bench]'
