@@ -18,7 +18,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .DEFAULT_GOAL := help
 DAILY := env|demo|check|format|test|bench-proxy|site|help-all
 .PHONY: help help-all env demo test test-parts coverage test-full test-gpu test-vllm test-sglang test-clients test-deploy test-deploy-lint test-atom test-rdma test-traces test-versions chaos soak model-check fuzz-api \
-	fuzz-discovery hammer mutants check format bench-proxy bench-vllm bench-fleet bench-streams bench-streamed bench-plan bench-transfer bench-pd \
+	fuzz-discovery hammer mutants check format bench-proxy bench-vllm bench-fleet bench-streams bench-streamed bench-plan bench-transfer bench-pd bench-wrong \
 	dialect-table served-table model-table field-table prefix-table lifecycles reference dashboards cuda-requirements site train clean
 
 help: ## list these targets
@@ -207,6 +207,12 @@ bench-pd: $(STAMP) ## pairs of vLLM servers on two GPUs, ours beside vLLM's own:
 
 bench-vllm: $(STAMP) ## what the connector costs a vLLM server on CPUs, beside one without; needs .venv-vllm
 	$(BIN)/python -m benchmarks.vllm_cost
+
+# WRONG="--system kvferry --fault flip" fills some cells; a run goes on where the one of that day was ended.
+bench-wrong: export VLLM_ENV := .venv-vllm
+bench-wrong: $(STAMP) build/rivals/vllm-router ## wrong answers per 1,000 requests under faults, ours beside vLLM's own (an hour); installs vLLM into .venv-vllm first
+	$(BIN)/python -m tests.system.vllm.install $(VLLM_ENV) $(VLLM)
+	$(BIN)/python -m benchmarks.wrong $(WRONG)
 
 dialect-table: $(STAMP) ## bring the tables in docs/dialects/README.md up to date with the code
 	$(BIN)/python -m tests.unit.proxy.dialects.dialect_table --write

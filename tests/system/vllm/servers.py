@@ -117,16 +117,18 @@ async def vllm_server(
     model: Path = MODEL_DIR,
     words: Sequence[str] = (),
     connector: Mapping[str, Any] = MappingProxyType({}),
+    ports: tuple[int, int] | None = None,
 ) -> AsyncIterator[VllmServer]:
     """Start a server and wait until it is healthy; with `kv_role`, as one half of a pair.
 
     With `proxy`, where one is announced to, it moves KV by our connector and has a prefix cache; else by
     NixlConnector, and then without one, so that every request must move its KV. `words`: further flags, which
     win over those before. `connector`: further members
-    of `--kv-transfer-config`, with our connector's own under `settings`. Raises `AssertionError` with the end
-    of its log when it does not start.
+    of `--kv-transfer-config`, with our connector's own under `settings`. `ports`: of HTTP and of NIXL's side
+    channel, for a server that is started again at its address. Raises `AssertionError` with the end of its
+    log when it does not start.
     """
-    port, side_channel = free_port(), free_port()
+    port, side_channel = ports or (free_port(), free_port())
     flags = [
         *(
             "--model",
