@@ -121,7 +121,8 @@ async def _references(options: argparse.Namespace, prompts: Sequence[str]) -> li
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="benchmarks.wrong", description=__doc__)
-    parser.add_argument("--system", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    installed = [name for name, system in SYSTEMS.items() if system.is_installed]
+    parser.add_argument("--system", nargs="+", choices=SYSTEMS, default=installed)
     parser.add_argument("--fault", nargs="+", choices=FAULTS, default=list(FAULTS))
     parser.add_argument("--requests", type=int, default=1000, help="of each cell of ours")
     parser.add_argument("--others", type=int, default=200, help="of each other cell")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
@@ -22,7 +23,10 @@ from tests.helpers.servers import descendants, free_port, paused, running_server
 from tests.standins import faults
 from tests.standins.faults import tcp
 from tests.system.conftest import wait_ready
+from tests.system.sglang.servers import PYTHON as SGLANG_PYTHON
+from tests.system.sglang.servers import sglang_server
 from tests.system.vllm.servers import MODEL, vllm_server
+from tests.system.vllm.servers import PYTHON as VLLM_PYTHON
 
 Role = Literal["prefill", "decode"]
 Variant = Literal["base", "prefix", "flip"]
@@ -46,7 +50,7 @@ class System:
     Args:
         title: In tables.
         engine: What both servers are.
-        connector: vLLM's, in `--kv-transfer-config`.
+        connector: What moves KV in servers of other engines: our plane in them, or their own NIXL.
         router: What clients ask: our proxy, or vllm-router.
         verify: Whether our connector or agents checksum all KV.
         kv_fault: That the prefill agent's KV has (`faults.kv`): a control.
@@ -54,7 +58,7 @@ class System:
     """
 
     title: str
-    engine: Literal["vllm", "agents"] = "vllm"
+    engine: Literal["vllm", "sglang", "agents"] = "vllm"
     connector: Literal["kvferry", "nixl"] = "kvferry"
     router: Literal["kvferry", "vllm-router"] = "kvferry"
     verify: bool = False
@@ -66,7 +70,14 @@ class System:
         """Whether all of its KV goes by a transfer plane of ours."""
         return self.connector == "kvferry" and not self.kv_fault
 
+    @property
+    def is_installed(self) -> bool:
+        return {"vllm": VLLM_PYTHON, "sglang": SGLANG_PYTHON, "agents": Path(sys.executable)}[
+            self.engine
+        ].exists()
 
+
+_NO_FLIP = ("none", "late-reader", "clock-stopped", "aborts", "prefill-killed", "restarted", "stale-prefix")
 SYSTEMS: Mapping[str, System] = MappingProxyType(
     {
         "nixl-router": System(
@@ -77,6 +88,10 @@ SYSTEMS: Mapping[str, System] = MappingProxyType(
         "kvferry-verify": System(
             title="vLLM, KvferryConnector with `verify_kv`, kvferry proxy", verify=True, faults=("flip",)
         ),
+        "sglang-nixl": System(
+            title="SGLang, nixl, kvferry proxy", engine="sglang", connector="nixl", faults=_NO_FLIP
+        ),
+        "sglang": System(title="SGLang, kvferry plane, kvferry proxy", engine="sglang", faults=_NO_FLIP),
         "agents": System(title="kvferry agents", engine="agents"),
         "agents-verify": System(
             title="kvferry agents with `--verify-kv`", engine="agents", verify=True, faults=("flip",)
@@ -148,18 +163,17 @@ class Pair:
     async def start(self, role: Role) -> None:
         """Start a server, or start it again after its end."""
         await self._own[role].aclose()
-        start = self._vllm if self._system.engine == "vllm" else self._agent
+        start = {"vllm": self._vllm, "sglang": self._sglang, "agents": self._agent}[self._system.engine]
         name = f"{role}-{next(self._starts)}"
         self.servers[role] = await self._own[role].enter_async_context(start(role, name))
 
     async def recovers(self) -> bool:
         """Whether both servers run and a request is answered, within `READY_S`."""
-        asked = {"model": MODEL, "prompt": "qa=1234;?qa=", "max_tokens": 2}
         with suppress(TimeoutError):
             async with asyncio.timeout(READY_S), aiohttp.ClientSession() as http:
                 while all(server.runs for server in self.servers.values()):
-                    async with http.post(f"{self.url}/v1/completions", json=asked) as response:
-                        if response.status == 200:
+                    with suppress(aiohttp.ClientError):
+                        if await _ask_little(http, self.url):
                             return True
                     await asyncio.sleep(0.2)
         return False
@@ -191,9 +205,12 @@ class Pair:
     async def recycle(self) -> None:
         """Have other prompts overwrite the prefill server's pool. What it has not free stays as it is."""
         url = f"{self.servers['prefill'].url}/v1/completions"
+        # SGLang's name for prompts whose KV goes nowhere.
+        fake: dict[str, Any] = {"bootstrap_host": "2.2.2.2", "bootstrap_room": 0}
+        nowhere = fake if self._system.engine == "sglang" else {}
 
         async def one(http: aiohttp.ClientSession, number: int) -> None:
-            asked = {"model": MODEL, "prompt": f"{number} " * 480, "max_tokens": 1}
+            asked = {"model": MODEL, "prompt": f"{number} " * 480, "max_tokens": 1} | nowhere
             async with http.post(url, json=asked) as response:
                 await response.read()
 
@@ -202,23 +219,27 @@ class Pair:
 
     async def left(self) -> int:
         """Blocks in use of both servers, once there is none, or when waiting is over."""
-        try:
+        found = 0
+        with suppress(TimeoutError):
             async with asyncio.timeout(SETTLED_S):
-                while await self._in_use():
+                while found := await self._in_use():
                     await asyncio.sleep(0.2)
-            return 0
-        except TimeoutError:
-            return await self._in_use()
+        return found
 
     async def _in_use(self) -> int:
         found = 0
         for server in self.servers.values():
             if not server.runs:
                 continue
-            if self._system.engine == "agents":
+            if self._system.engine == "sglang":
+                async with aiohttp.ClientSession() as http, http.get(f"{server.url}/v1/loads") as response:
+                    found += sum(load["num_used_tokens"] for load in (await response.json())["loads"])
+            elif self._system.engine == "agents":
                 states = await blocks(server.url)
                 found += sum(count for state, count in states.items() if state != "free")
             else:
+                async with aiohttp.ClientSession() as http:  # figures are told with a step
+                    await _ask_little(http, server.url)
                 share = total(await scrape(server.url), "vllm:kv_cache_usage_perc")
                 found += round(share * POOL_TOKENS / VLLM_BLOCK)
         return found
@@ -256,26 +277,26 @@ class Pair:
             yield Server(server.url, server.pid)
 
     @asynccontextmanager
+    async def _sglang(self, role: Role, name: str) -> AsyncIterator[Server]:
+        ours = self._system.connector == "kvferry"
+        words = ("--max-total-tokens", str(POOL_TOKENS), "--max-running-requests", str(MAX_RUNNING))
+        async with sglang_server(
+            name, role, self._log_dir, ports=self._ports[role], backend="kvferry" if ours else "nixl",
+            proxy=self._discovery if ours else None, settings={"KVFERRY_LEASE_S": str(LEASE_S)},
+            words=words if self._variant == "prefix" else (*words, "--disable-radix-cache"),
+        ) as server:  # fmt: skip
+            yield Server(server.url, server.pid)
+
+    @asynccontextmanager
     async def _agent(self, role: Role, name: str) -> AsyncIterator[Server]:
         port, control_port = map(str, self._ports[role])
         caching = str(self._variant == "prefix").lower()
-        words = [
-            *(
-                "-m",
-                faults.AGENT,
-                "--role",
-                role,
-                "--model",
-                MODEL,
-                "--port",
-                port,
-                "--control-port",
-                control_port,
-            ),
-            *("--proxy", self._discovery, "--transfer", "tcp", "--lease-s", str(LEASE_S), "--threads", "1"),
-            *("--kv-blocks", str(POOL_TOKENS // AGENT_BLOCK), "--max-num-seqs", str(MAX_RUNNING)),
-            *("--prefix-cache", caching, "--verify-kv", str(self._system.verify).lower()),
-        ]
+        is_faulty = self._variant == "flip" or self._system.kv_fault
+        words = ["-m", faults.AGENT if is_faulty else "kvferry.agent", "--role", role, "--model", MODEL]
+        words += ["--port", port, "--control-port", control_port, "--proxy", self._discovery]
+        words += ["--transfer", "tcp", "--lease-s", str(LEASE_S), "--threads", "1"]
+        words += ["--kv-blocks", str(POOL_TOKENS // AGENT_BLOCK), "--max-num-seqs", str(MAX_RUNNING)]
+        words += ["--prefix-cache", caching, "--verify-kv", str(self._system.verify).lower()]
         if self._variant == "flip":
             words += ["--tcp-fault", "bit:"]
         if self._system.kv_fault and role == "prefill":
@@ -292,8 +313,10 @@ class Pair:
         words = ["-m", "kvferry.proxy", "--port", "0", "--discovery-port", self._discovery.rpartition(":")[2]]
         if self._system.connector == "nixl":
             prefill, decode = (self.servers[role].url for role in ROLES)
-            words += ["--dialect", "vllm-nixl", "--prefill", prefill, "--decode", decode]
-            words += ["--nixl-lease-s", str(LEASE_S)]
+            if self._system.engine == "sglang":
+                prefill += f",bootstrap_port={self._ports['prefill'][1]}"
+            words += ["--dialect", "sglang" if self._system.engine == "sglang" else "vllm-nixl"]
+            words += ["--nixl-lease-s", str(LEASE_S), "--prefill", prefill, "--decode", decode]
         process = await start_process("proxy", words, self._log_dir)
         try:
             yield process.url, process.pid
@@ -322,3 +345,11 @@ class Pair:
             start_timeout_s=READY_S, stop_timeout_s=10.0,
         ) as pid:  # fmt: skip
             yield url, pid
+
+
+async def _ask_little(http: aiohttp.ClientSession, url: str) -> bool:
+    """Whether a short request is answered."""
+    asked = {"model": MODEL, "prompt": "qa=1234;?qa=", "max_tokens": 2}
+    async with http.post(f"{url}/v1/completions", json=asked) as response:
+        await response.read()
+        return response.status == 200

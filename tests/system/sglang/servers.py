@@ -102,14 +102,16 @@ async def sglang_server(
     model: Path = MODEL_DIR,
     words: Sequence[str] = (),
     settings: Mapping[str, str] = MappingProxyType({}),
+    ports: tuple[int, int] | None = None,
 ) -> AsyncIterator[SglangServer]:
     """Start a server and wait until it is healthy; with a role, as one half of a pair that uses our plane and
     announces itself to a proxy, or that uses another of SGLang's transfer backends.
 
-    `words`: further flags. `settings`: further environment. Raises `AssertionError` with the end of its log
-    when it does not start.
+    `words`: further flags. `settings`: further environment. `ports`: of HTTP and of the bootstrap server, for
+    a server that is started again at its address. Raises `AssertionError` with the end of its log when it
+    does not start.
     """
-    port, bootstrap_port = free_port(), free_port()
+    port, bootstrap_port = ports or (free_port(), free_port())
     url = f"http://127.0.0.1:{port}"
     flags = [*("--model-path", str(model), "--served-model-name", MODEL, "--host", "127.0.0.1")]
     flags += ["--port", str(port), "--tp-size", str(tp), *WORDS]
