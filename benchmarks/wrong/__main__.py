@@ -20,12 +20,15 @@ from pathlib import Path
 import aiohttp
 
 from benchmarks.pd.report import facts
+from benchmarks.proxy_cost import RIVALS
 from benchmarks.wrong.faults import FAULTS
 from benchmarks.wrong.questions import Asker, Outcome, Reference, ask_plain, questions
 from benchmarks.wrong.report import cell_file, read_cell, write_page
 from benchmarks.wrong.systems import MAX_RUNNING, SYSTEMS, Pair
 from kvferry.deploy.launcher import LaunchError
-from tests.system.vllm.servers import PYTHON, vllm_server
+from tests.system.sglang.servers import PYTHON as SGLANG_PYTHON
+from tests.system.vllm.servers import PYTHON as VLLM_PYTHON
+from tests.system.vllm.servers import vllm_server
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,9 +37,7 @@ async def main(options: argparse.Namespace) -> int:
     random.seed(options.seed)
     options.out.mkdir(parents=True, exist_ok=True)
     options.logs.mkdir(parents=True, exist_ok=True)
-    facts_file = options.out / "facts.json"
-    if not facts_file.exists():
-        facts_file.write_text(json.dumps(facts(str(PYTHON)), indent=1) + "\n")
+    (options.out / "facts.json").write_text(json.dumps(_facts(), indent=1) + "\n")
     prompts = questions()
     references, failed = await _references(options, prompts), False
     for name in options.system:
@@ -59,6 +60,13 @@ async def main(options: argparse.Namespace) -> int:
                 cells.remove(fault)
                 failed = True
     return 1 if failed else 0
+
+
+def _facts() -> dict[str, str]:
+    """Versions of all that is installed; of what several have, vLLM's."""
+    router = Path(RIVALS["vllm-router"][0]).with_name("python")
+    pythons = [python for python in (router, SGLANG_PYTHON, VLLM_PYTHON) if python.exists()]
+    return dict(fact for python in pythons for fact in facts(str(python)).items())
 
 
 def _missing(options: argparse.Namespace, system: str, fault: str) -> int:
