@@ -112,7 +112,7 @@ FAULTS: Mapping[str, Fault] = MappingProxyType(
         "late-reader": Fault("late reader", late_reader, 60),
         "clock-stopped": Fault("all stopped for 12 s", clock_stopped, 250),
         "aborts": Fault("abort storm", aborts, 100),
-        "prefill-killed": Fault("prefill killed in mid-read", prefill_killed, 250),
+        "prefill-killed": Fault("prefill killed in mid-read", prefill_killed, 500),
         "restarted": Fault("prefill restarted at its address", restarted, 500),
         "flip": Fault("one bit flipped in each prompt's KV", nothing, 250, "flip"),
         "stale-prefix": Fault("equal beginnings, other salts", stale_prefix, 250, "prefix"),

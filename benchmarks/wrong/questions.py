@@ -123,8 +123,12 @@ class Asker:
         """The answer's text, and the error that there was instead or behind it."""
         async with self.http.post(f"{self.url}/v1/completions", json=body) as response:
             if response.status >= 400:
-                told = (await response.json(content_type=None))["error"]
-                return "", f"{response.status} {told['code'] if 'code' in told else told['type']}"
+                text = await response.text()
+                try:
+                    told = json.loads(text)["error"]
+                    return "", f"{response.status} {told['code'] if 'code' in told else told['type']}"
+                except (ValueError, KeyError, TypeError) as error:
+                    raise ValueError(f"{response.status} {text[:60]!r}") from error
             if not body["stream"]:
                 return "".join(choice["text"] for choice in (await response.json())["choices"]), ""
             text = ""

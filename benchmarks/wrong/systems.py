@@ -327,18 +327,18 @@ class Pair:
     async def _vllm_router(self) -> AsyncIterator[tuple[str, int]]:
         url, prometheus_port = f"http://127.0.0.1:{(port := free_port())}", free_port()
         prefill, decode = (self.servers[role].url for role in ROLES)
-        words = (
-            *("--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(prometheus_port)),
-            *(
-                "--policy",
-                "round_robin",
-                *PAIR_FLAGS["vllm-router"],
-                "--prefill",
-                prefill,
-                "--decode",
-                decode,
-            ),
-        )
+        words = ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(prometheus_port)]
+        words += [
+            "--policy",
+            "round_robin",
+            *PAIR_FLAGS["vllm-router"],
+            "--prefill",
+            prefill,
+            "--decode",
+            decode,
+        ]
+        # By default it looks every minute, and a server that has come back is served at the second look.
+        words += ["--health-check-interval-secs", "1", "--health-success-threshold", "1"]
         log = self._log_dir / "vllm-router.log"
         async with running_server(
             (*RIVALS["vllm-router"], *words), os.environ, f"{url}/health", log,
