@@ -98,5 +98,7 @@ def descendants(pid: int) -> Iterator[int]:
 
 def children(pid: int) -> Iterator[int]:
     """The processes that a process has started."""
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        yield from map(int, (task / "children").read_text().split())
+    with suppress(FileNotFoundError, ProcessLookupError):  # it, or one of its threads, may end meanwhile
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(FileNotFoundError, ProcessLookupError):
+                yield from map(int, (task / "children").read_text().split())
