@@ -72,7 +72,9 @@ def wrong_table(cells: dict[tuple[str, str], Cell]) -> str:
     for fault in FAULTS:
         row = [cells.get((name, fault)) for name in systems]
         if any(row):
-            rows.append([FAULTS[fault].title, *(_share(cell, Outcome.WRONG) if cell else "" for cell in row)])
+            rows.append(
+                [FAULTS[fault].title, *(_share(cell, Outcome.WRONG) if cell else "–" for cell in row)]
+            )
     return _table(rows)
 
 

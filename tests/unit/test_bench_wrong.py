@@ -13,6 +13,7 @@ from aiohttp.test_utils import TestServer
 from benchmarks.wrong.questions import DISTINCT, Asker, Outcome, Reference, questions
 from benchmarks.wrong.report import cell_file, read_cell, write_page
 
+ROOT = Path(__file__).parents[2]
 REFERENCE = Reference("1234", ["12", "3", "4"], [9.0, 1e-4, 9.0])
 
 
@@ -74,3 +75,10 @@ def test_the_page_counts_per_1000_requests_over_all_waves(tmp_path: Path) -> Non
     write_page(tmp_path)
     [row] = [line for line in (tmp_path / "README.md").read_text().splitlines() if "| 7 |" in line]
     assert row.split(" | ")[2:] == ["4", "500", "250", "0", "0", "250", "7", "3", "1 |"]
+
+
+def test_the_page_of_docs_has_the_tables_of_its_run() -> None:
+    shown = (ROOT / "docs" / "wrong-answers.md").read_text()
+    run = ROOT / "benchmarks" / "results" / "2026-11-26-wrong" / "README.md"
+    tables = [line for line in run.read_text().splitlines() if line.startswith("|")]
+    assert tables == [line for line in shown.splitlines() if line.startswith("|")][: len(tables)]
