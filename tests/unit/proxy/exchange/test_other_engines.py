@@ -642,7 +642,7 @@ async def test_late_tokens_cost_one_reading_if_no_lease_has_expired(fleet: Fleet
 
 
 @only("vllm-nixl-pull")
-@pytest.mark.parametrize("stage", [{"breaker_failures": 1}], indirect=True)
+@pytest.mark.parametrize("stage", [{"breaker_failures": 1, "retries": 1}], indirect=True)
 async def test_late_tokens_are_not_passed_on_if_nobody_counts_leases(fleet: Fleet) -> None:
     """`--disable-log-stats`. Nobody is blamed: what comes in time is served as before."""
     prefill, decode = await fleet.pair()

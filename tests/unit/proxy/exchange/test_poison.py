@@ -29,6 +29,8 @@ from tests.unit.proxy.conftest import Stage, StartStage, side_by_side
 from tests.unit.proxy.exchange.test_other_engines import KINDS
 from tests.unit.proxy.test_process import process
 
+pytestmark = pytest.mark.long
+
 BODY = {"model": "stand-in", "prompt": "a b c", "max_tokens": 6, "seed": 7}
 PAIRS = 3
 DEADLINE_S = 30.0
@@ -178,10 +180,24 @@ async def test_a_deadly_prompt_ends_typed(start_stage: StartStage, nodes: int) -
     )
 
 
-async def test_a_host_that_dies_with_both_agents_is_one_loss(start_stage: StartStage) -> None:
-    """A long prompt is at both at once. Where another agent of the host works on, it was not the host."""
+DOOMED = "127.0.0.2"
 
-    async def check(others: int) -> None:
+
+class Deaths(NamedTuple):
+    """`first`, `second`: addresses and hosts. `third`: what one of the node does that had not the request."""
+
+    first: tuple[str, str] = (DOOMED, "one")
+    second: tuple[str, str] = (DOOMED, "one")
+    apart_s: float = 0.3
+    third: str = ""
+    is_one: bool = False
+
+
+async def test_agents_that_die_with_their_place_are_one_loss(start_stage: StartStage) -> None:
+    """With their host, which both legs of a long prompt are at; or with their node, one after the other."""
+
+    async def check_host(others: int) -> None:
+        """Where another agent of the host works on, it was not the host."""
         stage = await start_stage(stream_pull_min_tokens=1)
         pair = await stage.pair(overrides={"host_id": "lost"})
         for agent in pair:
@@ -198,26 +214,8 @@ async def test_a_host_that_dies_with_both_agents_is_one_loss(start_stage: StartS
         assert asking.result()[0] == (500 if others else 200), asking.result()
         assert stage.metric("kvferry_proxy_suspect_requests_total") == others
 
-    await side_by_side(check, [0, 1])
-
-
-DOOMED = "127.0.0.2"
-
-
-class Deaths(NamedTuple):
-    """`first`, `second`: addresses and hosts. `third`: what one of the node does that had not the request."""
-
-    first: tuple[str, str] = (DOOMED, "one")
-    second: tuple[str, str] = (DOOMED, "one")
-    apart_s: float = 0.3
-    third: str = ""
-    is_one: bool = False
-
-
-async def test_a_node_whose_agents_die_one_after_the_other_is_one_loss(start_stage: StartStage) -> None:
-    """Its second agent takes over what the first one had, and dies with it."""
-
-    async def check(case: Deaths) -> None:
+    async def check_node(case: Deaths) -> None:
+        """Its second agent takes over what the first one had, and dies with it."""
         first, second, apart_s, third, is_one = case
         stage = await start_stage()
         decode = await stage.agent("decode", host=first[0], overrides={"host_id": first[1]}, interval_s=0.05)
@@ -248,9 +246,14 @@ async def test_a_node_whose_agents_die_one_after_the_other_is_one_loss(start_sta
         if is_one:
             assert streaming.result().text() == (await stage.stream(body)).text()
 
+    async def check(case: int | Deaths) -> None:
+        await (check_host(case) if isinstance(case, int) else check_node(case))
+
     await side_by_side(
         check,
         [
+            0,
+            1,
             Deaths(is_one=True),
             Deaths(("127.0.0.3", "two"), (DOOMED, "two"), is_one=True),  # its host dies
             Deaths(third="dies", is_one=True),
