@@ -40,8 +40,8 @@ class StepFit:
         self._ns = self._ns * keep + n * seconds
         self._ss = self._ss * keep + seconds * seconds
 
-    def line(self) -> tuple[float, float] | None:
-        """Return `a` and `b`, neither negative; None before `MIN_STEPS`.
+    def line(self, least: float = 0.0) -> tuple[float, float] | None:
+        """Return `a`, which is not below `least`, and `b`, which is not negative; None before `MIN_STEPS`.
 
         `b` is as high as it may well be, and at most so high that a larger batch would gain nothing.
         """
@@ -50,13 +50,14 @@ class StepFit:
         mean_n, mean_s = self._n / self._weight, self._s / self._weight
         steepest = mean_s / mean_n
         spread = self._nn / self._weight - mean_n * mean_n
-        if spread <= 1e-9 * mean_n * mean_n:  # all of one size
-            return 0.0, steepest
-        slope = (self._ns / self._weight - mean_n * mean_s) / spread
-        unexplained = max(0.0, self._ss / self._weight - mean_s * mean_s - slope * slope * spread)
-        error = math.sqrt(unexplained / (spread * self._weight))
-        slope = min(max(0.0, slope) + _CAUTION * error, steepest)
-        return max(0.0, mean_s - slope * mean_n), slope
+        slope = steepest
+        if spread > 1e-9 * mean_n * mean_n:  # not all of one size
+            slope = (self._ns / self._weight - mean_n * mean_s) / spread
+            unexplained = max(0.0, self._ss / self._weight - mean_s * mean_s - slope * slope * spread)
+            error = math.sqrt(unexplained / (spread * self._weight))
+            slope = min(max(0.0, slope) + _CAUTION * error, steepest)
+        fixed = min(mean_s, max(least, mean_s - slope * mean_n))
+        return fixed, min(slope, (mean_s - fixed) / mean_n)
 
 
 class CapacityMeter:
@@ -116,7 +117,8 @@ class CapacityMeter:
 
     def report(self, pending_tokens: int) -> Capacity:
         """Return what was measured. `pending_tokens`: of prompts that are not computed yet."""
-        line, prompt_line = self._fit.line(), self._prompt_fit.line()
+        line = self._fit.line()
+        prompt_line = self._prompt_fit.line(0.0 if line is None else line[0])
         token_s = self._late_prefill_s / self._late_tokens if self._late_tokens else None
         return Capacity(
             prompts=self._prompts,

@@ -139,7 +139,8 @@ class Asker:
                 if line.startswith(b"data: "):
                     event = json.loads(data)
                     if "error" in event:
-                        return text, f"in stream {event['error'].get('code')}"
+                        told = event["error"]
+                        return text, f"in stream {told.get('code') if isinstance(told, dict) else told}"
                     text += "".join(choice["text"] for choice in event["choices"])
         raise ValueError("the stream broke off")
 

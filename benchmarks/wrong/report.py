@@ -105,12 +105,16 @@ def _errors(cells: dict[tuple[str, str], Cell]) -> str:
         found = [f"{cell.count(Outcome.TIE)} ties"] if cell.count(Outcome.TIE) else []
         for outcome in (Outcome.WRONG, Outcome.ERROR, Outcome.UNTYPED):
             most = cell.details(outcome).most_common(_SHOWN)
-            found += (
-                [f"{outcome}: " + ", ".join(f"{count} `{detail}`" for detail, count in most)] if most else []
-            )
+            shown = ", ".join(f"{count} `{_printable(detail)}`" for detail, count in most)
+            found += [f"{outcome}: {shown}"] if most else []
         if found:
             lines.append(f"- {SYSTEMS[system].title}, {FAULTS[fault].title}: {'; '.join(found)}")
     return "\n".join(lines)
+
+
+def _printable(detail: str) -> str:
+    """What models and servers said, without what would break the page."""
+    return detail.encode("unicode_escape").decode().replace("`", "'").replace("|", "/")
 
 
 def _share(cell: Cell, outcome: Outcome) -> str:

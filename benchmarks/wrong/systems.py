@@ -218,12 +218,18 @@ class Pair:
             await asyncio.gather(*(one(http, number) for number in range(POOL_TOKENS // 960 + 1)))
 
     async def left(self) -> int:
-        """Blocks in use of both servers, once there is none, or when waiting is over."""
-        found = 0
-        with suppress(TimeoutError):
+        """Blocks in use of both servers, once there is none, or when waiting is over.
+
+        Raises `TimeoutError` if they have not said it until then.
+        """
+        found: int | None = None
+        try:
             async with asyncio.timeout(SETTLED_S):
                 while found := await self._in_use():
                     await asyncio.sleep(0.2)
+        except TimeoutError:
+            if found is None:
+                raise
         return found
 
     async def _in_use(self) -> int:

@@ -85,6 +85,9 @@ class PlanConfig:
         servers = 1 if self.servers is None else self.servers
         check_at_least_1(requests=self.requests, servers=servers, split_min_tokens=self.split_min_tokens)
         check_positive(ttft_s=self.ttft_s, tpot_ms=self.tpot_ms, rate=self.rate or 1.0)
+        for name in ("model", "key", "ca"):
+            if self.proxy is None and getattr(self, name) is not None:
+                raise ValueError(f"{name} is of a fleet that is read with proxy")
         if self.proxy is not None and not is_server_url(self.proxy):
             raise ValueError(f"proxy must be http://HOST:PORT or https://HOST:PORT, got {self.proxy!r}")
 

@@ -52,6 +52,8 @@ def server_model(agents: Sequence[NodeView]) -> ServerModel:
     chunk = min((node.prefill_chunk for node in agents if node.prefill_chunk), default=default.chunk)
     is_native = all(node.dialect == NATIVE_DIALECT for node in agents)
     slots = [node.load.max_running for node in agents if node.load.max_running]
+    pools = [node.load.kv_blocks_total * BLOCK for node in agents if node.load.kv_blocks_total > 0]
+    pulls = [work.pull_s for work in works if work.pull_s > 0.0]
     return ServerModel(
         token_s=measured(lambda work: work.prompt_token_s, "a prompt"),
         step_s=measured(lambda work: work.step_s, "a step"),
@@ -59,8 +61,8 @@ def server_model(agents: Sequence[NodeView]) -> ServerModel:
         sequence_s=measured(lambda work: work.sequence_s, "a step"),
         chunk=chunk,
         batch_tokens=max(chunk, MAX_BATCH_TOKENS) if is_native else None,
-        kv_tokens=min(node.load.kv_blocks_total for node in agents) * BLOCK or default.kv_tokens,
+        kv_tokens=min(pools, default=default.kv_tokens),
         max_running=min(slots, default=default.max_running),
-        pull_s=measured(lambda work: work.pull_s, "a pull"),
-        pull_token_s=0.0,
+        pull_s=mean(pulls) if pulls else default.pull_s,
+        pull_token_s=0.0 if pulls else default.pull_token_s,
     )

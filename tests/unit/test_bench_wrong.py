@@ -81,4 +81,4 @@ def test_the_page_of_docs_has_the_tables_of_its_run() -> None:
     shown = (ROOT / "docs" / "wrong-answers.md").read_text()
     run = ROOT / "benchmarks" / "results" / "2026-11-26-wrong" / "README.md"
     tables = [line for line in run.read_text().splitlines() if line.startswith("|")]
-    assert tables == [line for line in shown.splitlines() if line.startswith("|")][: len(tables)]
+    assert tables and tables == [line for line in shown.splitlines() if line.startswith("|")][: len(tables)]

@@ -65,8 +65,8 @@ class CostedRequest(Protocol):
 
 
 class RouteCosts:
-    """Costs at one moment (`at`); `UNKNOWN` while no agent of the model has
-    measured what they go by.
+    """Costs at one moment (`at`), but for the price of an agent's time, which is kept for `PRICE_S`. They are
+    `UNKNOWN` while no agent of the model has measured what they go by.
 
     Args:
         sequences: Returns how many sequences an agent has.
@@ -139,7 +139,7 @@ class RouteCosts:
         """Return, by model, the price of a second of an agent that decodes nothing, in seconds of waiting."""
         busy, idle = defaultdict[str, float](float), Counter[str]()
         for node in nodes:
-            if node.info.role != "decode":
+            if node.serves("prefill"):
                 busy[node.info.model] += node.prefill_share
                 idle[node.info.model] += self._state(node)[1] == 0
         shares = {model: min(MAX_SHARE, share / max(1, idle[model])) for model, share in busy.items()}
@@ -201,7 +201,9 @@ class RouteCosts:
             if reported_s is None or last.at >= node.heard_at:
                 queue_s = max(queue_s, last.first_token_at - now)
             share = max(share, min(1.0, last.share * math.exp((last.at - now) / _burst_s(node))))
-        decoding = max(0, self._sequences(node) - self._prefills.get(info.incarnation, 0))
+        decoding = 0
+        if info.role != "prefill":  # what it has is prompts, those of other proxies and of one token too
+            decoding = max(0, self._sequences(node) - self._prefills.get(info.incarnation, 0))
         self._states[info.incarnation] = state = queue_s, decoding, share
         return state
 

@@ -122,7 +122,7 @@ class Router:
         decode_only: bool = False,
         now: float = 0.0,
     ) -> Decision | NoPair:
-        """Choose the pair for a request. Changes nothing: `apply` does, if the decision is acted on.
+        """Choose the pair for a request. Counts nothing: `apply` does, if the decision is acted on.
 
         `now`: on the snapshot's clock. Agents in `exclude` (they just failed this request) are chosen only if
         no others are left. With `apart`, no agent is paired with itself. With `decode_only`, a decode agent

@@ -55,6 +55,15 @@ def test_at_its_own_size_a_batch_takes_what_it_took() -> None:
     assert line[0] + 64 * line[1] == pytest.approx(0.074, rel=0.05)
 
 
+def test_where_steps_are_all_of_one_size_they_take_what_one_without_prompts_takes() -> None:
+    """Chunks of 2,048 tokens only: a chunk of few would be taken for quicker than a step that decodes."""
+    fit = StepFit()
+    for _ in range(2 * MIN_STEPS):
+        fit.add(2048, 0.07)
+    assert fit.line(0.007) == pytest.approx((0.007, 0.063 / 2048))
+    assert fit.line(0.1) == pytest.approx((0.07, 0.0))
+
+
 def test_what_was_long_ago_is_forgotten_but_only_by_work() -> None:
     fit = StepFit()
     for _ in range(2000):

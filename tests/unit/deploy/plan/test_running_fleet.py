@@ -34,10 +34,15 @@ def test_a_server_is_the_mean_of_the_agents() -> None:
     starting = replace(AGENT, work=None)
     assert server_model([AGENT, slower, starting]) == ServerModel(
         token_s=pytest.approx(0.002), step_s=0.01, prompt_step_s=0.02, sequence_s=0.002, chunk=256,
-        batch_tokens=1024, kv_tokens=ServerModel().kv_tokens, max_running=4, pull_s=0.003, pull_token_s=0.0,
+        batch_tokens=1024, kv_tokens=80 * 16, max_running=4, pull_s=0.003, pull_token_s=0.0,
     )  # fmt: skip
     others = server_model([replace(AGENT, dialect="vllm-kvferry", prefill_chunk=2048)])
     assert (others.chunk, others.batch_tokens, others.kv_tokens) == (2048, None, 80 * 16)
+
+
+def test_a_fleet_that_has_pulled_nothing_is_not_taken_to_pull_for_nothing() -> None:
+    model = server_model([replace(AGENT, work=replace(WORK, pull_s=0.0))])
+    assert (model.pull_s, model.pull_token_s) == (ServerModel().pull_s, ServerModel().pull_token_s)
 
 
 @pytest.mark.parametrize("missing", ["prompt_token_s", "step_s"])

@@ -97,6 +97,9 @@ async def test_a_count_that_was_read_when_the_lease_could_be_over_is_no_count_be
                 assert await first.judge() is (Verdict.UNPROVEN if is_slow else Verdict.PROVEN)
                 server.fabric.expired_elsewhere += 1
                 assert await second.judge() is (Verdict.UNPROVEN if is_slow else Verdict.SUSPECT)
+            async with watch(counts, server) as later:
+                await asyncio.sleep(LATE_S)
+                assert await later.judge() is Verdict.PROVEN
 
     await side_by_side(check, [True, False])
 

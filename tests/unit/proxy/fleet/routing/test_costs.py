@@ -125,6 +125,15 @@ def test_a_prompt_waits_rather_than_have_the_answers_of_others_miss_their_object
     assert stage.route(LONG, keep=False)[0] == 100, "it would miss its own"
 
 
+def test_prompts_of_other_proxies_are_no_answers_that_a_prompt_delays() -> None:
+    """A prefill agent has nothing else."""
+    stage = Stage()
+    stage.ping("prefill", 100, msgspec.structs.replace(MEASURED, backlog_s=0.05), load=load(2))
+    stage.ping("prefill", 101, msgspec.structs.replace(MEASURED, backlog_s=0.9))
+    stage.ping("decode", 200)
+    assert stage.route(LONG, keep=False)[0] == 100
+
+
 @pytest.mark.parametrize(("share", "decode"), [(0.9, 101), (0.0, 100)])
 def test_the_busier_a_fleet_is_with_prompts_the_fewer_of_its_agents_decode(share: float, decode: int) -> None:
     """An agent that decodes nothing is left to the prompts, where there are many."""
@@ -135,6 +144,8 @@ def test_the_busier_a_fleet_is_with_prompts_the_fewer_of_its_agents_decode(share
         stage.ping("both", 101, load=load(4))
         for port in (102, 103):
             stage.ping("both", port, msgspec.structs.replace(MEASURED, prefill_s=1.0 + share * now))
+        for port in range(110, 116):
+            stage.ping("both", port, None, state="starting")
     used = {stage.route(SHORT, keep=False)[1] for _ in range(8)}
     assert decode in used and (101 in used) == (decode == 101)
     assert share == 0.0 or used == {101}
@@ -190,9 +201,9 @@ def test_agents_that_keep_the_objectives_come_before_those_that_cost_less(
     objective_s: float | None, taken: int
 ) -> None:
     stage = Stage()
-    stage.ping("prefill", 100)  # 1 s, delays nobody
+    stage.ping("both", 100)  # 1 s, delays nobody
     fast = msgspec.structs.replace(MEASURED, token_s=0.00005, backlog_s=0.2)
-    stage.ping("prefill", 101, fast, load=load(20))  # 0.7 s, delays others
+    stage.ping("both", 101, fast, load=load(20))  # 0.7 s, delays others
     stage.ping("decode", 200)
     request = RoutingRequest(model="m", prompt=LONG.prompt, ttft_s=objective_s)
     assert {stage.route(request, keep=False)[0] for _ in range(4)} == {taken}
