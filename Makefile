@@ -184,7 +184,7 @@ bench-streamed: $(STAMP) ## the gap between prefill and decode, with KV pulled m
 	$(BIN)/python -m benchmarks.streamed_gap
 
 bench-plan: $(STAMP) ## what kvferry plan predicts of a fleet on this machine beside what is measured; a mix that turns
-	$(BIN)/python -m benchmarks.plan_reality --paced
+	$(BIN)/python -m benchmarks.plan_reality
 	$(BIN)/python -m benchmarks.plan_reality --computing
 	$(BIN)/python -m benchmarks.plan_reality --turning
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `kvferry plan` predicts of a running fleet, and what `kvferry bench` measures; a mix that turns.
 
-    python -m benchmarks.plan_reality [--paced | --computing | --turning] [--slower FACTOR] [--json FILE]
+    python -m benchmarks.plan_reality [--computing | --turning] [--slower FACTOR] [--json FILE]
 
 A fleet of kvferry's agents serves a trace once, so that its agents have measured themselves; then the plan
 reads them from the proxy, and the trace is replayed and measured. Steps of paced agents take as long as a
@@ -229,7 +229,7 @@ async def main(options: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     kinds = parser.add_mutually_exclusive_group()
-    for kind in ("paced", "computing", "turning"):
+    for kind in ("computing", "turning"):
         kinds.add_argument(f"--{kind}", action="store_true")
     parser.add_argument(
         "--slower", type=float, default=1.0, help="so many times slower: paces, loads, objectives"
