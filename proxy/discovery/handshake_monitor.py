@@ -69,9 +69,8 @@ def watching_handshakes(
     try:
         yield
     finally:
-        watch.is_stopping = True
         listener.disable_monitor()
-        thread.join()  # within `NEW_S`
+        thread.join()
 
 
 class _Connection(NamedTuple):
@@ -100,19 +99,20 @@ class _Watch:
         self._has_key = has_key
         self._report = report
         self._new: dict[int, _Connection] = {}
-        self.is_stopping = False
         self._failure: HandshakeFailure | None = None
         """Of the connection whose end is the next event."""
 
     def run(self, context: zmq.Context[Any]) -> None:
-        """Read events until `is_stopping`, which the end of the monitor lets it see at once."""
+        """Read events until the monitor has stopped. ZMQ waits for somebody to read that, so no sooner."""
         plain: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(context.underlying)
         with plain.socket(zmq.PAIR) as events:
             events.linger = 0
             events.connect(_ENDPOINT)
-            while not self.is_stopping:
+            is_stopped = False
+            while not is_stopped:
                 if events.poll(int(NEW_S * 1000)):
                     event = parse_monitor_message(events.recv_multipart())
+                    is_stopped = event["event"] == zmq.EVENT_MONITOR_STOPPED
                     # A descriptor may be closed, or another file's: then the peer's next try is as good.
                     with suppress(OSError):
                         self._handle(event["event"], event["value"])
