@@ -30,8 +30,9 @@ def test_both_formats(tmp_path: Path, pack: type[bytes]) -> None:
         (b"a,b\n1,2\n", "no column 'TIMESTAMP'"),
         (AZURE + b"x,1,1\n", "Invalid isoformat"),
         (AZURE + b"2023-11-16 18:17:03,1\n", "damaged, or no trace"),
-        (gzip.compress(MOONCAKE)[:-6], "damaged, or no trace"),
-        (gzip.compress(MOONCAKE)[:12] + b"\xff" * 40, "damaged, or no trace"),
+        # Not the time of day: workers would name the tests by different bytes.
+        (gzip.compress(MOONCAKE, mtime=0)[:-6], "damaged, or no trace"),
+        (gzip.compress(MOONCAKE, mtime=0)[:12] + b"\xff" * 40, "damaged, or no trace"),
         (AZURE + b"x" * 200_000 + b",1,1\n", "damaged, or no trace"),
         (b'{"timestamp": "x"}', "Expected `float`"),
         (MOONCAKE.replace(b"7", b"99999999999"), "more than 10000000"),
