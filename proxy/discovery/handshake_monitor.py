@@ -103,7 +103,7 @@ class _Watch:
         """Of the connection whose end is the next event."""
 
     def run(self, context: zmq.Context[Any]) -> None:
-        """Read events until the monitor has stopped. ZMQ waits for somebody to read that, so no sooner."""
+        """Read events until the monitor has stopped, and no sooner: ZMQ waits until that event is read."""
         plain: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(context.underlying)
         with plain.socket(zmq.PAIR) as events:
             events.linger = 0
