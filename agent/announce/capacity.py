@@ -136,25 +136,18 @@ class CapacityMeter:
         )
 
     def _take_prefill(self, seconds: float, tokens: int, decoded: int) -> None:
-        decode_s = self._decode_part(seconds, tokens, decoded)
+        line = self._fit.line() if decoded else (0.0, 0.0)
+        if line is None:
+            decode_s = seconds * decoded / (decoded + tokens)
+        else:
+            decode_s = min(seconds, line[0] + line[1] * decoded)
+            self._prompt_fit.add(tokens, max(0.0, seconds - line[1] * decoded))
         spent = seconds - decode_s
         keep = math.exp(-spent / MEMORY_S)
         self._prefill_s += spent
         self._decode_s += decode_s
         self._late_prefill_s = self._late_prefill_s * keep + spent
         self._late_tokens = self._late_tokens * keep + tokens
-        line = self._fit.line() if decoded else (0.0, 0.0)
-        if line is not None:
-            self._prompt_fit.add(tokens, max(0.0, seconds - line[1] * decoded))
-
-    def _decode_part(self, seconds: float, tokens: int, decoded: int) -> float:
-        """What part of a step that did both went into decoding."""
-        if not decoded:
-            return 0.0
-        line = self._fit.line()
-        if line is None:
-            return seconds * decoded / (decoded + tokens)
-        return min(seconds, line[0] + line[1] * decoded)
 
     def _slots(self) -> int:
         if not self._late_blocks:

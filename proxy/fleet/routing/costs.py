@@ -103,7 +103,15 @@ class RouteCosts:
 
     def prefill(self, node: Node, request: CostedRequest) -> Cost:
         """Return the cost of the prefill leg."""
-        return self._prefilling(node, request)
+        token_s, (queue_s, others, share) = node.speed.token_s, self._state(node)
+        if token_s is None:
+            return UNKNOWN
+        work_s = request.tokens * token_s * node.bias.prefill
+        late = queue_s + work_s > (request.ttft_s or self._ttft_s)
+        if others and not late:
+            delayed_s = self._step(node, others, share + work_s / _burst_s(node))
+            late = delayed_s is not None and delayed_s > self._tpot_s
+        return late, queue_s + work_s * (1.0 + others * self._weight(node))
 
     def decode(self, node: Node, request: CostedRequest) -> Cost:
         """Return the cost of the decode leg, where another server computes the prompt."""
@@ -115,7 +123,7 @@ class RouteCosts:
         queue_s, decoding, share = self._state(node)
         delay_s = (queue_s + request.tokens * (node.speed.token_s or 0.0) * node.bias.prefill) * share
         return add(
-            self._prefilling(node, request),
+            self.prefill(node, request),
             self._decoding(node, request, delay_s, decoding, share),
         )
 
@@ -144,17 +152,6 @@ class RouteCosts:
                 idle[node.info.model] += self._state(node)[1] == 0
         shares = {model: min(MAX_SHARE, share / max(1, idle[model])) for model, share in busy.items()}
         return {model: share / (1.0 - share) for model, share in shares.items()}
-
-    def _prefilling(self, node: Node, request: CostedRequest) -> Cost:
-        token_s, (queue_s, others, share) = node.speed.token_s, self._state(node)
-        if token_s is None:
-            return UNKNOWN
-        work_s = request.tokens * token_s * node.bias.prefill
-        late = queue_s + work_s > (request.ttft_s or self._ttft_s)
-        if others and not late:
-            delayed_s = self._step(node, others, share + work_s / _burst_s(node))
-            late = delayed_s is not None and delayed_s > self._tpot_s
-        return late, queue_s + work_s * (1.0 + others * self._weight(node))
 
     def _decoding(
         self, node: Node, request: CostedRequest, delay_s: float, others: int, share: float
