@@ -59,17 +59,25 @@ Report = Callable[[HandshakeFailure, str | None], object]
 def watching_handshakes(
     listener: zmq.Socket[Any], context: zmq.Context[Any], *, has_key: bool, report: Report
 ) -> Iterator[None]:
-    """Have `report` called, on the running event loop, for every peer that fails to connect to `listener`."""
+    """Have `report` called, on the running event loop, for every peer that fails to connect to `listener`.
+
+    Closes `listener` at the end. To disable the monitor of an open socket would hold the GIL until the thread
+    had read what ZMQ writes of it, for which the thread needs the GIL; a closed socket's ends by itself.
+    """
     loop = asyncio.get_running_loop()
     port = int(listener.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
     listener.monitor(_ENDPOINT, _EVENTS)
+    plain: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(context.underlying)
+    events = plain.socket(zmq.PAIR)
+    events.linger = 0
+    events.connect(_ENDPOINT)
     watch = _Watch(port, has_key, lambda *failure: loop.call_soon_threadsafe(report, *failure))
-    thread = threading.Thread(target=watch.run, args=(context,), name="handshakes", daemon=True)
+    thread = threading.Thread(target=watch.run, args=(events,), name="handshakes", daemon=True)
     thread.start()
     try:
         yield
     finally:
-        listener.disable_monitor()
+        listener.close()
         thread.join()
 
 
@@ -102,21 +110,18 @@ class _Watch:
         self._failure: HandshakeFailure | None = None
         """Of the connection whose end is the next event."""
 
-    def run(self, context: zmq.Context[Any]) -> None:
+    def run(self, events: zmq.Socket[bytes]) -> None:
         """Read events until the monitor has stopped, and no sooner: ZMQ waits until that event is read."""
-        plain: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(context.underlying)
-        with plain.socket(zmq.PAIR) as events:
-            events.linger = 0
-            events.connect(_ENDPOINT)
-            is_stopped = False
-            while not is_stopped:
-                if events.poll(int(NEW_S * 1000)):
-                    event = parse_monitor_message(events.recv_multipart())
-                    is_stopped = event["event"] == zmq.EVENT_MONITOR_STOPPED
-                    # A descriptor may be closed, or another file's: then the peer's next try is as good.
-                    with suppress(OSError):
-                        self._handle(event["event"], event["value"])
-                self._drop_old()
+        is_stopped = False
+        while not is_stopped:
+            if events.poll(int(NEW_S * 1000)):
+                event = parse_monitor_message(events.recv_multipart())
+                is_stopped = event["event"] == zmq.EVENT_MONITOR_STOPPED
+                # A descriptor may be closed: then the peer's next try is as good.
+                with suppress(OSError):
+                    self._handle(event["event"], event["value"])
+            self._drop_old()
+        events.close()
         for connection in self._new.values():
             connection.duplicate.close()
 
@@ -142,7 +147,9 @@ class _Watch:
             duplicate = socket.socket(fileno=number)
             undo.pop_all()
             undo.enter_context(duplicate)
-            if duplicate.getsockname()[1] == self._port:
+            # By now the descriptor may be another file's.
+            is_tcp = duplicate.family in (socket.AF_INET, socket.AF_INET6)
+            if is_tcp and duplicate.getsockname()[1] == self._port:
                 host = duplicate.getpeername()[0].removeprefix("::ffff:")
                 self._new[fd] = _Connection(duplicate, host, time.monotonic() + NEW_S)
                 undo.pop_all()
