@@ -12,6 +12,8 @@ STAMP := $(VENV)/.installed
 NOT_LOADED := /(tests|testing|transformers/models|torch/_inductor|pip|setuptools|mypyc?|networkx|pygments)/
 PIP_INSTALL := $(BIN)/pip install -qq --no-compile --constraint constraints.txt
 COMPILE := $(BIN)/python -m compileall -qq -x '$(NOT_LOADED)'
+# A test that holds the GIL holds up pytest-timeout too, and the whole run with it: this ends it, with its stack.
+NO_HANG = -o faulthandler_exit_on_timeout=true -o faulthandler_timeout
 # Tests start hundreds of Python processes: where this is set, each would compile our modules anew.
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -46,14 +48,14 @@ demo: $(STAMP) ## start a small cluster, stream three prompts through it, show w
 test: $(STAMP) ## every check and every test, in the form that CI runs
 	$(MAKE) --jobs 2 check test-parts
 	@# Files marked long come first (tests/conftest.py): one that is begun last leaves the other worker idle.
-	$(BIN)/pytest -m 'not full and not alone' --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 30 \
+	$(BIN)/pytest $(NO_HANG)=660 -m 'not full and not alone' --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 30 \
 		tests/chaos tests/system tests/abuse
 	@# Alone: these compare streams with and without abuse beside them, and nothing else may come between.
-	$(BIN)/pytest -m 'not full and alone' tests/abuse
+	$(BIN)/pytest $(NO_HANG)=660 -m 'not full and alone' tests/abuse
 
 test-parts: $(STAMP) ## the tests that need no cluster
 	@# Six on two cores: most of these wait for something. The last ones must not be left to one of them.
-	$(BIN)/pytest -m 'not full' --numprocesses 6 --dist worksteal tests/unit tests/model tests/contract tests/mutants
+	$(BIN)/pytest $(NO_HANG)=330 -m 'not full' --numprocesses 6 --dist worksteal tests/unit tests/model tests/contract tests/mutants
 
 # make mutants FORM=--core is the short form, about a minute on two cores.
 mutants: $(STAMP) ## seed defects into a copy of the tree, one by one, and see that tests notice each
