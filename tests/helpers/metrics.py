@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvferry.deploy.launcher import Process
 from tests.helpers.waiting import patient
 
 STATS_S = 10.0
@@ -64,8 +66,25 @@ async def blocks(url: str) -> dict[str, int]:
 async def wait_running(url: str, least: int = 1) -> None:
     """Wait until an agent runs so many requests. Raises TimeoutError."""
     async with asyncio.timeout(patient(60.0)):
-        while total(await scrape(url), "kvferry_agent_num_requests_running") < least:
+        while await num_running(url) < least:
             await asyncio.sleep(0.02)
+
+
+async def wait_one_running(agents: Mapping[str, Process], least: int) -> str:
+    """Wait until one of the decode agents runs so many requests; returns its name. Raises TimeoutError.
+
+    Routing goes by measured costs, so it need not give each of them as many.
+    """
+    async with asyncio.timeout(patient(60.0)):
+        while True:
+            for name, agent in agents.items():
+                if name.startswith("decode") and await num_running(agent.url) >= least:
+                    return name
+            await asyncio.sleep(0.02)
+
+
+async def num_running(url: str) -> float:
+    return total(await scrape(url), "kvferry_agent_num_requests_running")
 
 
 async def wait_idle(url: str, timeout_s: float) -> dict[str, int]:

@@ -17,7 +17,7 @@ import pytest_asyncio
 
 from kvferry.deploy.launcher import Cluster
 from tests.helpers.client import Answer, complete_all, heldout, session
-from tests.helpers.metrics import scrape, total, wait_running
+from tests.helpers.metrics import scrape, total, wait_one_running
 from tests.helpers.waiting import patient
 from tests.system.conftest import StartAgent, StartCluster
 from tests.system.test_migration import kill_api, kill_rank
@@ -260,9 +260,8 @@ async def test_streams_go_on_elsewhere_and_stay_valid(
     bodies = [body for body, _ in asked]
     async with start_cluster(decode=2, args=("--lease-s", str(LEASE_S))) as cluster:
         undisturbed = await complete_all(cluster.url, bodies, concurrency=CONCURRENCY)
-        doomed = cluster.agents["decode-0"]
         running = asyncio.ensure_future(complete_all(cluster.url, bodies, concurrency=CONCURRENCY))
-        await wait_running(doomed.url, RUNNING_BEFORE)
+        doomed = cluster.agents[await wait_one_running(cluster.agents, RUNNING_BEFORE)]
         kill(doomed)
         await doomed.process.wait()
         results = await running

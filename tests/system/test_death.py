@@ -16,7 +16,7 @@ import pytest_asyncio
 from kvferry.deploy.launcher import Cluster
 from tests.helpers.client import Answer, complete, complete_all, heldout, session
 from tests.helpers.deaths import assert_within, exit_s
-from tests.helpers.metrics import PAGE_AGE_S, scrape, total, wait_idle, wait_running
+from tests.helpers.metrics import PAGE_AGE_S, scrape, total, wait_idle, wait_one_running
 from tests.system.conftest import StartAgent, StartCluster
 
 LEASE_S = 2.0
@@ -42,9 +42,8 @@ async def test_killing_a_decode_agent_in_the_midst_of_32_streams(start_cluster: 
     async with start_cluster(
         decode=2, args=("--lease-s", str(LEASE_S), "--max-model-len", "1536")
     ) as cluster:
-        doomed = cluster.agents["decode-0"]
         running = asyncio.ensure_future(complete_all(cluster.url, bodies, concurrency=STREAMS))
-        await wait_running(doomed.url, 8)
+        doomed = cluster.agents[await wait_one_running(cluster.agents, 8)]
         os.kill(doomed.pid, signal.SIGKILL)
         await doomed.process.wait()
         results = await running
@@ -55,9 +54,10 @@ async def test_killing_a_decode_agent_in_the_midst_of_32_streams(start_cluster: 
         assert all(answer.completion_tokens == 400 for answer in answered)
         assert all(len(answer.choices[0].token_ids) == 400 for answer in answered)
         assert total(await scrape(cluster.url), "kvferry_proxy_migrations_total") >= 1
+        (other,) = (each for name, each in cluster.agents.items() if name[0] == "d" and each is not doomed)
         again = await complete_all(cluster.url, bodies[:4], concurrency=4)
         assert all(isinstance(result, Answer) for result in again)
-        assert (await wait_idle(cluster.agents["decode-1"].url, timeout_s=10))["used"] == 0
+        assert (await wait_idle(other.url, timeout_s=10))["used"] == 0
 
 
 # The engine dies of its rank's death, so the one shows the other too.

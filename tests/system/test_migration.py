@@ -13,7 +13,7 @@ import pytest
 
 from kvferry.deploy.launcher import Process
 from tests.helpers.client import Answer, complete_all, heldout
-from tests.helpers.metrics import PAGE_AGE_S, scrape, total, wait_idle, wait_running
+from tests.helpers.metrics import PAGE_AGE_S, scrape, total, wait_idle, wait_one_running
 from tests.helpers.waiting import patient
 from tests.system.conftest import StartCluster
 
@@ -85,15 +85,15 @@ async def test_streams_survive_the_death_of_their_decode_agent(
     proxy_args = ("--workers", str(workers))
     async with start_cluster(prefill=prefill, decode=2, args=args, proxy_args=proxy_args) as cluster:
         undisturbed = await complete_all(cluster.url, bodies(), concurrency=STREAMS)
-        doomed = cluster.agents["decode-0"]
         running = asyncio.ensure_future(complete_all(cluster.url, bodies(), concurrency=STREAMS))
-        await wait_running(doomed.url, RUNNING_BEFORE)
+        name_of_doomed = await wait_one_running(cluster.agents, RUNNING_BEFORE)
+        doomed = cluster.agents[name_of_doomed]
         kill(doomed)
         await doomed.process.wait()
         results = await running
         migrations = total(await scrape(cluster.url), "kvferry_proxy_migrations_total")
         for name, agent in cluster.agents.items():
-            if name != "decode-0":
+            if name != name_of_doomed:
                 left = await wait_idle(agent.url, timeout_s=LEASE_S + 1 + PAGE_AGE_S)
                 assert left["leased"] == left["used"] == left["quarantined"] == 0, (name, left)
     assert migrations >= MIN_MIGRATIONS

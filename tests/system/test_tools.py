@@ -22,7 +22,7 @@ import pytest_asyncio
 
 from kvferry.deploy.launcher import Cluster
 from tests.helpers.client import heldout, session
-from tests.helpers.metrics import scrape, total, wait_running
+from tests.helpers.metrics import scrape, total, wait_one_running
 from tests.standins.chat_templates import HERMES
 from tests.system.conftest import StartCluster
 from tests.system.test_migration import kill_rank
@@ -176,10 +176,9 @@ async def test_calls_are_valid_and_equal_apart_together_and_after_a_death(cluste
         check_valid(body, ours)
         assert [each.same() for each in ours] == [each.same() for each in theirs], body
 
-    doomed = cluster.agents["decode-0"]
     streams = [{**body, "stream": True} for body in asked]
     running = asyncio.gather(*(chat(cluster.url, body) for body in streams))
-    await wait_running(doomed.url, RUNNING_BEFORE)
+    doomed = cluster.agents[await wait_one_running(cluster.agents, RUNNING_BEFORE)]
     kill_rank(doomed)
     await doomed.process.wait()
     for body, ours, theirs in zip(streams, await running, together, strict=True):
