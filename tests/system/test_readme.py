@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """R18, R22: every command of the README is run, on free ports in place of the printed ones.
 
-So are the processes one by one, of the quick start with an own model. Commands of the other pages name hosts and
-files that are not here: they are parsed by what would run them.
+So are the processes one by one, of the quick start with an own model. Commands of the other pages name
+hosts and files that are not here: they are parsed by what would run them.
 """
 
 from __future__ import annotations
