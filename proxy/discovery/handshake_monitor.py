@@ -11,17 +11,20 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import logging
 import os
 import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
+
+logger = logging.getLogger(__name__)
 
 NEW_S = 2.0
 """For so long a connection's descriptor is held; a handshake fails at once."""
@@ -31,7 +34,6 @@ _EVENTS = (
     | zmq.EVENT_DISCONNECTED
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_MONITOR_STOPPED
 )
 _ENDPOINT = "inproc://handshakes"
 _SIGNATURE_BYTES = 10
@@ -55,14 +57,13 @@ Report = Callable[[HandshakeFailure, str | None], object]
 """Takes each failure, with the peer's host where that is known."""
 
 
-@contextmanager
-def watching_handshakes(
+def watch_handshakes(
     listener: zmq.Socket[Any], context: zmq.Context[Any], *, has_key: bool, report: Report
-) -> Iterator[None]:
+) -> None:
     """Have `report` called, on the running event loop, for every peer that fails to connect to `listener`.
 
-    Closes `listener` at the end. To disable the monitor of an open socket would hold the GIL until the thread
-    had read what ZMQ writes of it, for which the thread needs the GIL; a closed socket's ends by itself.
+    Until `context` is terminated, which waits for the thread that watches. The monitor ends with its socket:
+    to disable it would hold the GIL until the thread had read what ZMQ writes of that, which needs the GIL.
     """
     loop = asyncio.get_running_loop()
     port = int(listener.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
@@ -72,13 +73,7 @@ def watching_handshakes(
     events.linger = 0
     events.connect(_ENDPOINT)
     watch = _Watch(port, has_key, lambda *failure: loop.call_soon_threadsafe(report, *failure))
-    thread = threading.Thread(target=watch.run, args=(events,), name="handshakes", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        listener.close()
-        thread.join()
+    threading.Thread(target=watch.run, args=(events,), name="handshakes", daemon=True).start()
 
 
 class _Connection(NamedTuple):
@@ -111,17 +106,18 @@ class _Watch:
         """Of the connection whose end is the next event."""
 
     def run(self, events: zmq.Socket[bytes]) -> None:
-        """Read events until the monitor has stopped, and no sooner: ZMQ waits until that event is read."""
-        is_stopped = False
-        while not is_stopped:
-            if events.poll(int(NEW_S * 1000)):
-                event = parse_monitor_message(events.recv_multipart())
-                is_stopped = event["event"] == zmq.EVENT_MONITOR_STOPPED
-                # A descriptor may be closed: then the peer's next try is as good.
-                with suppress(OSError):
-                    self._handle(event["event"], event["value"])
-            self._drop_old()
-        events.close()
+        """Read events until their context is terminated. ZMQ waits until each is read."""
+        with events, suppress(zmq.ContextTerminated):
+            while True:
+                if events.poll(int(NEW_S * 1000)):
+                    event = parse_monitor_message(events.recv_multipart())
+                    try:
+                        self._handle(event["event"], event["value"])
+                    except OSError:
+                        pass  # the descriptor may be closed: then the peer's next try is as good
+                    except Exception:
+                        logger.exception("internal error while watching handshakes")
+                self._drop_old()
         for connection in self._new.values():
             connection.duplicate.close()
 

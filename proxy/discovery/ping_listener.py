@@ -18,7 +18,7 @@ from kvferry.proxy.dialects import atom, vllm_moriio
 from kvferry.proxy.discovery.handshake_monitor import (
     KEY_FAILURES,
     HandshakeFailure,
-    watching_handshakes,
+    watch_handshakes,
 )
 from kvferry.proxy.fleet.address_rules import MAX_ADDRESS_CHARS, RejectReason
 from kvferry.proxy.fleet.registry import Registry
@@ -96,11 +96,9 @@ class PingListener:
 
     async def run(self) -> None:
         """Serve until cancelled."""
-        with watching_handshakes(
-            self._socket, self._context, has_key=self._has_key, report=self.handshake_failed
-        ):
-            while True:
-                await self._serve_one(await self._socket.recv_multipart())
+        watch_handshakes(self._socket, self._context, has_key=self._has_key, report=self.handshake_failed)
+        while True:
+            await self._serve_one(await self._socket.recv_multipart())
 
     async def _serve_one(self, frames: list[bytes]) -> None:
         try:

@@ -7,24 +7,12 @@ import asyncio
 import os
 import socket
 import threading
-import time
 
 import pytest
 import zmq
 import zmq.asyncio
 
-from kvferry.proxy.discovery.handshake_monitor import HandshakeFailure, watching_handshakes
-
-
-class Closing(zmq.asyncio.Socket):
-    """Peers connect between the decision to stop and the end, and the thread has time to see it."""
-
-    def close(self, linger: int | None = None) -> None:
-        if not self.closed:
-            for _ in range(3):
-                connect_to(self).close()
-            time.sleep(0.3)
-        super().close(linger)
+from kvferry.proxy.discovery.handshake_monitor import HandshakeFailure, watch_handshakes
 
 
 def connect_to(listener: zmq.asyncio.Socket) -> socket.socket:
@@ -34,15 +22,21 @@ def connect_to(listener: zmq.asyncio.Socket) -> socket.socket:
 
 @pytest.mark.parametrize("after_s", [0.0, 0.1])
 def test_peers_that_connect_while_the_proxy_stops_do_not_hang_it(after_s: float) -> None:
-    """ZMQ waits without a limit for somebody to read that the monitor has stopped."""
+    """ZMQ waits without a limit until what its monitor writes is read."""
 
     async def watch_and_stop() -> None:
         context = zmq.asyncio.Context()
-        listener = context.socket(zmq.ROUTER, socket_class=Closing)
+        listener = context.socket(zmq.ROUTER)
         listener.bind("tcp://127.0.0.1:*")
-        with watching_handshakes(listener, context, has_key=False, report=lambda *_: None):
-            await asyncio.sleep(after_s)
+        watch_handshakes(listener, context, has_key=False, report=lambda *_: None)
+        await asyncio.sleep(after_s)
+        for _ in range(3):
+            connect_to(listener).close()
+        listener.close()
         context.term()
+        for thread in [each for each in threading.enumerate() if each.name == "handshakes"]:
+            thread.join(5.0)
+            assert not thread.is_alive()
 
     stopping = threading.Thread(target=asyncio.run, args=(watch_and_stop(),), daemon=True)
     stopping.start()
@@ -67,13 +61,10 @@ async def test_a_descriptor_that_is_another_files_by_now_does_not_end_the_watch(
         loop.call_soon_threadsafe(duplicated.set)
         return dup(other.fileno())
 
-    with (
-        other,
-        end,
-        watching_handshakes(
+    with other, end, listener:
+        watch_handshakes(
             listener, context, has_key=False, report=lambda *failure: reported.put_nowait(failure)
-        ),
-    ):
+        )
         with monkeypatch.context() as patched:
             patched.setattr(os, "dup", dup_other)
             with connect_to(listener):
