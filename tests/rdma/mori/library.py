@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """AMD's MORI-IO for the Python of this checkout: the published wheel's C++ library, under a binding of ours.
 
-The wheel is for Python 3.10 and for machines with ROCm. Its library is used as it is, byte for byte; what
-it links against and a machine without GPUs lacks (HIP, HSA, ROCm SMI) is made here: libraries that say
-that there is no GPU.
+The wheel is that for Python 3.10, and for machines with ROCm: that for Python 3.12 needs a newer glibc than
+Debian 12 has. Its library is used as it is, byte for byte; what it links against and a machine without GPUs
+lacks (HIP, HSA, ROCm SMI) is made here: libraries that say that there is no GPU.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class MoriLibrary:
     def __init__(self, name: str, host: str, settings: MoriSettings) -> None:
         try:
             import mori.io as module
-        except ImportError as error:
+        except (ImportError, OSError) as error:  # OSError: a shared library that it loads is missing
             raise BackendUnavailable(f"mori: {error}") from error
         try:
             self.engine: Any = create_engine(module, name, host, settings)

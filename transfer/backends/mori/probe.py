@@ -14,6 +14,7 @@ import ctypes
 import importlib.util
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -29,6 +30,9 @@ _MODULE = "kvferry.transfer.backends.mori.probe"
 _WAIT_MS = 5000
 _NBYTES = 1 << 16
 _GPU_DRIVER = Path("/dev/kfd")
+_WHEEL_PYTHON = (3, 12)
+_WHEEL_GLIBC = (2, 39)
+"""What the wheel of amd-mori that the extra `mori` installs is built for (docs/sources.md#mori-io)."""
 _NO_GPU = "ROCm-SMI"
 """In the message with which the library exits for want of ROCm SMI or of a GPU."""
 
@@ -39,7 +43,7 @@ def find_reason(host: str, options: Mapping[str, str]) -> str | None:
     With `probe_s` 0 it is not tried, and None means only that nothing speaks against it.
     """
     if importlib.util.find_spec("mori") is None:
-        return "mori: not installed (distribution amd-mori)"
+        return f"mori: not installed: {_how_to_install(sys.version_info[:2], *platform.libc_ver())}"
     settings = read_settings(options)
     endless = [
         each.name for each in list_rdma_devices() if not each.pci_address and settings.takes(each.name)
@@ -66,6 +70,17 @@ def find_reason(host: str, options: Mapping[str, str]) -> str | None:
     return f"mori: {reason}" if reason else None
 
 
+def _how_to_install(python: tuple[int, int], libc: str, libc_version: str) -> str:
+    """Name the extra, or what of Python and glibc its wheel lacks on such a machine."""
+    lacking = []
+    if python != _WHEEL_PYTHON:
+        lacking.append("Python {}.{} (this is {}.{})".format(*_WHEEL_PYTHON, *python))
+    if libc != "glibc" or tuple(map(int, libc_version.split("."))) < _WHEEL_GLIBC:
+        this = f"{libc} {libc_version}".strip() or "another C library"
+        lacking.append("glibc {}.{} (this is {})".format(*_WHEEL_GLIBC, this))
+    return f"amd-mori's wheel needs {' and '.join(lacking)}" if lacking else "pip install 'kvferry[mori]'"
+
+
 def _ending(status: int) -> str:
     if status < 0:
         return f"was ended by {signal.Signals(-status).name}"
@@ -81,7 +96,7 @@ def _try(host: str, options: Mapping[str, str]) -> str | None:
     """Read from one engine to another, of host memory and, where there is an AMD GPU, of its memory."""
     try:
         import mori.io as library
-    except ImportError as error:
+    except (ImportError, OSError) as error:  # OSError: a shared library that it loads is missing
         return str(error)
     settings = read_settings(options)
     try:

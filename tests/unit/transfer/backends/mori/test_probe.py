@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from kvferry.transfer.rdma_devices import RdmaDevice
 from tests.standins import mori_io
 from tests.unit.transfer.backends.mori.rig import fault
 
+ROOT = Path(__file__).parents[5]
+
 
 @pytest.fixture
 def standin() -> Iterator[None]:
@@ -26,7 +29,47 @@ def standin() -> Iterator[None]:
 def test_where_it_is_not_installed_it_says_so() -> None:
     if "mori" in sys.modules:
         pytest.skip("it is installed here")
-    assert usable("mori").reason == "mori: not installed (distribution amd-mori)"
+    reason = usable("mori").reason
+    assert reason.startswith("mori: not installed: "), reason
+    assert "Python 3.12 (this is " in reason or sys.version_info[:2] == (3, 12)
+
+
+@pytest.mark.parametrize(
+    ("python", "libc", "version", "reason"),
+    [
+        ((3, 12), "glibc", "2.39", "pip install 'kvferry[mori]'"),
+        ((3, 12), "glibc", "2.41", "pip install 'kvferry[mori]'"),
+        ((3, 12), "glibc", "2.9", "amd-mori's wheel needs glibc 2.39 (this is glibc 2.9)"),
+        ((3, 13), "glibc", "2.41", "amd-mori's wheel needs Python 3.12 (this is 3.13)"),
+        (
+            (3, 11),
+            "glibc",
+            "2.36",
+            "amd-mori's wheel needs Python 3.12 (this is 3.11) and glibc 2.39 (this is glibc 2.36)",
+        ),
+        ((3, 12), "", "", "amd-mori's wheel needs glibc 2.39 (this is another C library)"),
+    ],
+)
+def test_what_the_wheel_lacks_is_named(python: tuple[int, int], libc: str, version: str, reason: str) -> None:
+    assert mori_probe._how_to_install(python, libc, version) == reason
+
+
+def test_the_extra_is_for_the_python_of_the_wheel() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    [mori] = [line for line in project["optional-dependencies"]["mori"] if line.startswith("amd-mori")]
+    assert "python_version == '{}.{}'".format(*mori_probe._WHEEL_PYTHON) in mori
+
+
+def test_a_shared_library_that_is_missing_is_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the real library loads those of ROCm: by ctypes, whose error is no ImportError."""
+    (tmp_path / "mori").mkdir()
+    (tmp_path / "mori" / "__init__.py").touch()
+    (tmp_path / "mori" / "io.py").write_text("import ctypes\nctypes.CDLL('libpci.so.0')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert usable("mori").reason.startswith("mori: libpci.so.0: cannot open shared object file")
 
 
 def test_where_it_works_there_is_no_reason(standin: None) -> None:
