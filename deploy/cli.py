@@ -8,10 +8,11 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, distribution, requires, version
+from importlib.metadata import PackageNotFoundError, distribution, requires
 from typing import Any
 
 from kvferry.common.options import did_you_mean, exit_with, take_option
+from kvferry.common.telemetry.version import VERSION, revision
 
 # Entry points are named, not imported: `kvferry proxy` must not pay for torch.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -106,7 +107,7 @@ def main(argv: list[str] | None = None) -> int:
         case ["help", name, *_]:
             return main([name, "--help"])
         case ["--version" | "-V" | "-v" | "version", *_]:
-            print(f"kvferry {version('kvferry')}")
+            print(_version_text())
             return 0
         case ["agent", *rest] if any(word.partition("=")[0] == "--attach" for word in rest):
             return _run(SIDECAR, rest)
@@ -125,6 +126,11 @@ def main(argv: list[str] | None = None) -> int:
             print(f"kvferry: unknown command {name!r}{hint}", file=sys.stderr)
             return 2
     raise AssertionError("unreachable: the patterns above are exhaustive")
+
+
+def _version_text() -> str:
+    found = revision()
+    return f"kvferry {VERSION} ({found})" if found else f"kvferry {VERSION}"
 
 
 def _asks_for_help(words: Sequence[str]) -> bool:
