@@ -379,7 +379,7 @@ def test_the_page_installs_what_its_other_commands_name() -> None:
     objects = rendered_by(install)
     kind, name = rollout.split()[-1].split("/")
     proxy = objects[kind.capitalize(), name]
-    assert proxy["spec"]["template"]["spec"]["containers"][0]["image"] == "registry.example/kvferry:0.1.0"
+    assert proxy["spec"]["template"]["spec"]["containers"][0]["image"] == "registry.example/kvferry:0.2.0"
     *_, service, port = forward.split()
     kind, name = service.split("/")
     assert int(port) in {each["port"] for each in objects[kind.capitalize(), name]["spec"]["ports"]}
@@ -394,7 +394,7 @@ def test_the_page_installs_what_its_other_commands_name() -> None:
         if kind == "Deployment"
         for container in each["spec"]["template"]["spec"]["containers"]
     }
-    assert images == {"registry.example/kvferry:0.2.0"}
+    assert images == {"registry.example/kvferry:0.3.0"}
 
 
 def test_the_page_makes_the_secrets_that_the_values_name(tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ async def test_the_commands_of_the_page_do_what_it_says(composition: Composition
 
     wait = next(line for line in start.splitlines() if line.startswith("curl "))
     upgrade, roll_back = scripts("compose.md", "Upgrade and roll back")
-    for script, tag in ((upgrade, "0.2.0"), (roll_back, "0.1.0")):
+    for script, tag in ((upgrade, "0.3.0"), (roll_back, "0.2.0")):
         before = composition.containers()
         composition.type(script)
         composition.type(wait)

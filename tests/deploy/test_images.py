@@ -230,11 +230,11 @@ def test_the_commands_of_the_page_build_an_image_and_push_it(
     settings = str(tmp_path / "registries.conf")
     build, push = scripts("images.md", "Build")
     docker.type(build)
-    pushed = f"{registry}/kvferry:0.1.0"
+    pushed = f"{registry}/kvferry:0.2.0"
     docker.type(push.replace("registry.example", registry), CONTAINERS_REGISTRIES_CONF=settings)
     docker.type(f"docker rmi {pushed}")
     docker.type(f"docker pull {pushed}", CONTAINERS_REGISTRIES_CONF=settings)
     try:
-        assert identity(pushed) == identity("localhost/kvferry:0.1.0")
+        assert identity(pushed) == identity("localhost/kvferry:0.2.0")
     finally:
         docker.type(f"docker rmi {pushed}")

@@ -37,9 +37,9 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for extra, lines in PROJECT["optional-dependencies"].items()
         for line in lines
     ]
-    info = site / "kvferry-0.1.0.dist-info"
+    info = site / f"kvferry-{PROJECT['version']}.dist-info"
     info.mkdir()
-    head = ["Metadata-Version: 2.1", "Name: kvferry", "Version: 0.1.0"]
+    head = ["Metadata-Version: 2.1", "Name: kvferry", f"Version: {PROJECT['version']}"]
     info.joinpath("METADATA").write_text("\n".join([*head, *extras, ""]))
     for name in closure(declared()):
         distribution = importlib.metadata.distribution(name)

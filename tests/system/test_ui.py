@@ -10,6 +10,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from kvferry.common.telemetry.version import VERSION
 from kvferry.proxy.config import ProxyConfig
 from kvferry.proxy.server import running_proxy
 from tests.helpers.client import Answer, complete_all, heldout
@@ -244,7 +245,7 @@ async def walk_by_keyboard(page: Page) -> None:
     assert await page.evaluate("document.getElementById('agent-dialog').open"), "a new snapshot keeps it open"
     await page.until("!document.getElementById('agent-charts').hidden")
     facts = await page.evaluate("document.getElementById('agent-facts').innerText")
-    for fact in ("CPU", "of 16 tokens, ", "float32", "running of at most", "Up for", "0.1.0"):
+    for fact in ("CPU", "of 16 tokens, ", "float32", "running of at most", "Up for", VERSION):
         assert fact in facts, fact
     address = await page.evaluate("document.getElementById('agent-metrics').href")
     assert address.startswith("http://127.0.0.1:") and address.endswith("/metrics")
