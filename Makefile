@@ -19,7 +19,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 DAILY := env|demo|check|format|test|bench-proxy|site|help-all
-.PHONY: help help-all env demo test test-parts coverage test-full test-gpu test-vllm test-sglang test-clients test-deploy test-deploy-lint test-atom test-rdma test-traces test-versions chaos soak model-check fuzz-api \
+.PHONY: help help-all env demo test test-parts coverage test-full test-gpu test-vllm test-sglang test-clients test-deploy test-deploy-lint test-atom test-rdma test-traces test-versions test-installed release chaos soak model-check fuzz-api \
 	fuzz-discovery hammer mutants check format bench-proxy bench-vllm bench-fleet bench-streams bench-streamed bench-plan bench-transfer bench-pd bench-wrong \
 	dialect-table served-table model-table field-table prefix-table lifecycles reference dashboards cuda-requirements site train clean
 
@@ -83,6 +83,19 @@ soak: $(STAMP) ## ten minutes of ordinary load while every attack of tests/abuse
 test-gpu: $(STAMP) ## the tests that need NVIDIA GPUs (skipped visibly elsewhere)
 	$(BIN)/python -m pytest -p no:benchmark -m gpu -rs --numprocesses $(GPU_JOBS) tests/contract
 	$(BIN)/python -m pytest -m gpu -rs tests/unit tests/system
+
+# PARTS="packages chart sbom" leaves the image out.
+release: PARTS =
+release: $(STAMP) ## what a release consists of, from the commit that is checked out, into build/release: wheel, sdist, chart, SBOM, provenance, sums, and the CPU image where buildah is; gets Helm first
+	$(BIN)/python -m tests.deploy.install build/deploy
+	TORCH_INDEX="$(TORCH_INDEX)" $(BIN)/python -m tools.release build/release $(PARTS)
+
+# make test-installed PYTHON=/path/to/python3.13 installs it into environments of another Python.
+test-installed: export INSTALLED_PYTHON := $(PYTHON)
+test-installed: $(STAMP) ## the wheel of make release, in empty environments, one per extra: every command, a request, a kill, a drain
+	@test -f build/release/SHA256SUMS || { echo "make test-installed: nothing is built yet: make release" >&2; exit 2; }
+	cd build/release && sha256sum --check --quiet SHA256SUMS
+	TORCH_INDEX="$(TORCH_INDEX)" $(BIN)/python -m pytest -m installed -rs tests/installed
 
 # Another version gets an environment of its own: make test-vllm VLLM=0.29.0 TESTS='tests/system/vllm -k itself'
 VLLM ?= 0.32.0
