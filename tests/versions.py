@@ -69,12 +69,7 @@ def main(words: list[str]) -> int:
     if unknown := set(parts) - set(known):
         print(f"unknown: {', '.join(unknown)}; choose from {', '.join(known)}", file=sys.stderr)
         return 2
-    os.environ |= {ours: os.environ[name] for ours, name in UV_SETTINGS.items() if os.environ.get(name)}
-    uv = HOME / "uv"
-    if not (uv / "bin" / "uv").exists():
-        subprocess.run([sys.executable, "-m", "venv", uv], check=True)
-        subprocess.run([uv / "bin" / "pip", "install", "-qq", "uv"], check=True)
-    program = uv / "bin" / "uv"
+    program = install_uv()
     failed = [
         part
         for part in parts or known
@@ -82,6 +77,16 @@ def main(words: list[str]) -> int:
     ]
     print("failed: " + ", ".join(failed) if failed else "all passed")
     return 1 if failed else 0
+
+
+def install_uv() -> Path:
+    """Return where uv is, which is installed first; it takes packages from where pip does."""
+    os.environ |= {ours: os.environ[name] for ours, name in UV_SETTINGS.items() if os.environ.get(name)}
+    uv = HOME / "uv"
+    if not (uv / "bin" / "uv").exists():
+        subprocess.run([sys.executable, "-m", "venv", uv], check=True)
+        subprocess.run([uv / "bin" / "pip", "install", "-qq", "uv"], check=True)
+    return uv / "bin" / "uv"
 
 
 def _fits_beside_vllm(uv: Path) -> bool:

@@ -9,7 +9,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -51,12 +51,18 @@ class Up:
 
 
 @asynccontextmanager
-async def up(log_dir: Path, *words: str, command: str = "up") -> AsyncIterator[Up]:
+async def up(
+    log_dir: Path,
+    *words: str,
+    command: str = "up",
+    program: Sequence[str | Path] = (sys.executable, "-m", "kvferry.deploy"),
+    cwd: Path = ROOT,
+) -> AsyncIterator[Up]:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "kvferry.deploy", *command.split(), "--port", "0", "--discovery-port", "0"),
+        *(*program, *command.split(), "--port", "0", "--discovery-port", "0"),
         *("--log-dir", str(log_dir), *words),
         stdout=asyncio.subprocess.PIPE,
-        cwd=ROOT,
+        cwd=cwd,
     )
     try:
         yield Up(process)
