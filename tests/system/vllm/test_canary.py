@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The canary, before real vLLM servers: it suspects no pair that is right, in any KV layout."""
+"""The canary, before real vLLM servers: it suspects no pair that is right, in any KV layout, and finds one
+whose prefill server writes wrong KV.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kvferry.proxy.canary.canary import LEARN_FIRST
 from tests.system.vllm.servers import MARKS, ON_GPU
 from tests.system.vllm.test_breadth import CASES, LEASE_S, models
 from tests.system.vllm.test_kvferry import RECOMPUTED, TRANSFERS, started
@@ -17,6 +20,8 @@ pytestmark = MARKS
 __all__ = ["models"]
 
 PROBES = 60
+TO_FIND = 12
+"""Probes until such a pair is out, at most: prompts within a window's first block are not changed."""
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -46,3 +51,30 @@ async def test_a_right_pair_is_not_suspected(name: str, models: Path, tmp_path: 
     assert set(verdicts) <= {"same", "learning"}
     assert moved > 0.9 * PROBES, "the pair's answers used KV that was moved"
     assert recomputed == 0
+
+
+@pytest.mark.parametrize(
+    ("connector", "name"),
+    [
+        ("DoubledFp8Connector", "llama fp8"),
+        ("ShiftedWindowConnector", "mistral"),
+        ("ShiftedWindowConnector", "gemma3"),
+    ],
+)
+async def test_a_pair_with_wrong_kv_is_taken_out(
+    connector: str, name: str, models: Path, tmp_path: Path
+) -> None:
+    case, module = CASES[name], "tests.standins.wrong_kv_connectors"
+    wrong = {"kv_connector": connector, "kv_connector_module_path": module}
+    settings: dict[str, Any] = {"words": case.words, "transfer": case.transfer, "connector": wrong}
+    async with started(tmp_path, model=models / name.split()[0], **settings) as stack:
+        states: list[str] = []
+        while len(states) < LEARN_FIRST + TO_FIND and "out" not in states:
+            async with stack.http.post(f"{stack.proxy_url}/canary") as response:
+                assert response.status == 200, await response.text()
+            async with stack.http.get(f"{stack.proxy_url}/canary") as response:
+                [pair] = (await response.json())["pairs"]
+            states.append(pair["state"])
+        print(f"{name} with {connector}: {states[-1]} after {len(states)} probes", flush=True)
+        assert states[-1] == "out"
+        await stack.settled()
