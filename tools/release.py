@@ -114,12 +114,11 @@ def make_reproducible(archive: Path, epoch_s: int) -> None:
         with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as new:
             for name in sorted(old.getnames()):
                 member = old.getmember(name)
-                file = old.extractfile(member) if member.isfile() else None
-                mode = 0o755 if member.isdir() or member.mode & 0o100 else 0o644
-                new.addfile(
-                    member.replace(mtime=epoch_s, mode=mode, uid=0, gid=0, uname="", gname="", deep=False),
-                    file,
-                )
+                made = tarfile.TarInfo(name)
+                made.type, made.size, made.linkname = member.type, member.size, member.linkname
+                made.mode = 0o755 if member.isdir() or member.mode & 0o100 else 0o644
+                made.mtime = epoch_s
+                new.addfile(made, old.extractfile(member) if member.isfile() else None)
         packed = gzip.compress(buffer.getvalue(), mtime=epoch_s)
     archive.write_bytes(packed)
 

@@ -54,7 +54,7 @@ def test_an_archive_names_its_commit_and_what_is_copied_from_a_clone_names_none(
 def test_archives_of_the_same_files_are_made_equal(tmp_path: Path) -> None:
     """Whoever made them, in whatever order and when."""
 
-    def archived(name: str, order: list[str], time_s: int, mode: int, owner: str) -> bytes:
+    def archived(name: str, order: list[str], time_s: float, mode: int, owner: str) -> bytes:
         path = tmp_path / name
         with tarfile.open(path, "w:gz") as files:
             for each in order:
@@ -64,9 +64,9 @@ def test_archives_of_the_same_files_are_made_equal(tmp_path: Path) -> None:
         make_reproducible(path, 1_700_000_000)
         return path.read_bytes()
 
-    one = archived("one.tar.gz", ["a", "b"], 1, 0o600, "me")
-    assert one == archived("other.tar.gz", ["b", "a"], 2, 0o664, "you")
-    assert one != archived("program.tar.gz", ["a", "b"], 1, 0o700, "me")
+    one = archived("one.tar.gz", ["a", "b"], 1.25, 0o600, "me")
+    assert one == archived("other.tar.gz", ["b", "a"], 2.5, 0o664, "you")
+    assert one != archived("program.tar.gz", ["a", "b"], 1.25, 0o700, "me")
     with tarfile.open(tmp_path / "one.tar.gz") as files:
         assert [(each.name, each.mtime, each.mode) for each in files] == [
             ("a", 1_700_000_000, 0o644),
