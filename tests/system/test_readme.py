@@ -58,6 +58,7 @@ FOREIGN = {
     "--pd-disaggregation",
     "--policy",
     "--quantization",
+    "--quick",
     "--tcp-fault",
     "--vllm-pd-disaggregation",
     "--kv-transfer-config",
