@@ -82,6 +82,7 @@ FOREIGN = {
     "--distributed-executor-backend",
     "--bind",
     "--nnodes",
+    "--no-deps",
     "--data-parallel-multi-port-external-lb",
     "--data-parallel-size",
     "--dry-run",
