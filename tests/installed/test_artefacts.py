@@ -58,12 +58,12 @@ def test_the_sdist_has_no_tests() -> None:
 
 def test_the_chart_renders_with_the_dashboards() -> None:
     chart = RELEASE / f"kvferry-{VERSION}.tgz"
-    monitored = ("--set", "monitoring.enabled=true", "--set", "security.insecure=true")
+    monitored = ("--set", "monitoring.dashboard=true", "--set", "security.insecure=true")
     done = helm("template", "r", chart, *monitored)
     assert done.returncode == 0, done.stderr
     objects = [each for each in yaml.safe_load_all(done.stdout) if each]
     assert f"kvferry:{VERSION}" in done.stdout
-    assert any("grafana-fleet.json" in each.get("data", {}) for each in objects)
+    assert any("kvferry-fleet.json" in each.get("data", {}) for each in objects)
 
 
 def test_the_image_loads_and_runs(containers: Containers) -> None:
