@@ -154,7 +154,7 @@ test-traces: $(STAMP) ## traces of a request, a retry, a migration and a failed 
 	$(BIN)/pip install -qq --upgrade --no-deps --target build/collector $(COLLECTOR)
 	$(BIN)/python -m pytest -m 'full or not full' -rs tests/system/test_traces.py
 
-# make test-versions PARTS="agent-lowest proxy-3.12" runs some of it, PARTS=--quick what CI runs.
+# make test-versions PARTS="agent-lowest proxy-3.12" runs some of it.
 test-versions: $(STAMP) ## the proxy's and agents' unit tests with the lowest and the highest versions that pyproject.toml allows, and with each Python that is here
 	TORCH_INDEX="$(TORCH_INDEX)" $(BIN)/python -m tests.versions $(PARTS)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import os
+from importlib.metadata import distributions
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -19,6 +20,10 @@ settings.load_profile("kvferry")
 # Importing all modules makes a million objects and no garbage: looking for some takes a quarter of a worker's
 # time, and later collections need not look there again.
 gc.disable()
+
+
+def pytest_report_header() -> str:
+    return f"torch: {next((each.version for each in distributions(name='torch')), 'none')}"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Unit tests with the versions of Python and of requirements that pyproject.toml allows.
 
-`make test-versions` runs `python -m tests.versions [--cuda] [--quick] [PART…]`, where a part is
+`make test-versions` runs `python -m tests.versions [--cuda] [PART…]`, where a part is
 
 - `proxy-lowest`, `proxy-highest`, `agent-lowest`, `agent-highest`: versions of requirements with this Python;
 - `proxy-3.12`, `agent-3.12` and so on: another Python, with the highest versions (not all of the lowest have
   a wheel for a newer Python);
 - `beside-vllm`, which uv resolves, and nothing is installed.
 
-All of them when none is named; with `--quick`, which is what CI runs, some tests of the proxy with each other
-Python, in seconds. Each gets an environment of its own, made by uv. What cannot be had here is
+All of them when none is named. Each gets an environment of its own, made by uv. What cannot be had here is
 skipped. The last lines say of each part whether it passed, failed or was skipped, and its Python and torch.
+CI does not run it: it takes what indexes have on that day.
 
 Interpreters are those on PATH and those of pyenv. Of most versions of torch an index may have CUDA builds
 alone, which are gigabytes. In place of one of these the torch of `make env` is taken, if it is for the same
@@ -60,13 +60,6 @@ TOOLS = {
     "tokenizers",
 }
 """What the tests themselves need, in CI's versions."""
-QUICK = "--quick"
-QUICK_TESTS = [
-    "tests/unit/common",
-    "tests/unit/proxy/test_config.py",
-    "tests/unit/proxy/test_process.py",
-    *WITHOUT_AGENT,
-]
 CUDA = "--cuda"
 OF_CUDA = ("nvidia-", "cuda-")
 """How the names begin of what only CUDA builds of torch require."""
@@ -80,13 +73,7 @@ class NotHere(Exception):
 
 def main(words: list[str]) -> int:
     """Return 1 if a part failed. Raises `CalledProcessError` when an environment cannot be made."""
-    parts, takes_cuda, quick = (
-        [word for word in words if word not in (CUDA, QUICK)],
-        CUDA in words,
-        QUICK in words,
-    )
-    if quick and not parts:
-        parts = [f"proxy-{python}" for python in PYTHONS]
+    parts, takes_cuda = [word for word in words if word != CUDA], CUDA in words
     known = [*(f"{name}-{edge}" for edge in (*RESOLUTIONS, *PYTHONS) for name in TESTS), BESIDE_VLLM]
     if unknown := set(parts) - set(known):
         print(f"unknown: {', '.join(unknown)}; choose from {', '.join(known)}", file=sys.stderr)
@@ -94,7 +81,7 @@ def main(words: list[str]) -> int:
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
     os.environ["PATH"] = os.pathsep.join([os.environ["PATH"], *map(str, pyenv.glob("versions/*/bin"))])
     uv = install_uv()
-    outcomes = {part: _outcome(uv, part, takes_cuda, quick) for part in parts or known}
+    outcomes = {part: _outcome(uv, part, takes_cuda) for part in parts or known}
     print(*(f"{part}: {outcome}" for part, outcome in outcomes.items()), sep="\n", flush=True)
     return 1 if any(outcome.startswith("failed") for outcome in outcomes.values()) else 0
 
@@ -109,7 +96,7 @@ def install_uv() -> Path:
     return uv / "bin" / "uv"
 
 
-def _outcome(uv: Path, part: str, takes_cuda: bool, quick: bool) -> str:
+def _outcome(uv: Path, part: str, takes_cuda: bool) -> str:
     """Run a part. Return `passed`, `failed` or `skipped`, and with what or why."""
     if part == BESIDE_VLLM:
         return "passed" if _fits_beside_vllm(uv) else "failed"
@@ -135,8 +122,7 @@ def _outcome(uv: Path, part: str, takes_cuda: bool, quick: bool) -> str:
         "-n",
         "2",
     ]
-    tests = QUICK_TESTS if quick else TESTS[name][1]
-    passed = subprocess.run([*run, *tests], cwd=ROOT).returncode == 0
+    passed = subprocess.run([*run, *TESTS[name][1]], cwd=ROOT).returncode == 0
     ran_with = [_output(venv / "bin" / "python", "--version"), *_of_torch(versions)]
     return f"{'passed' if passed else 'failed'} with {', '.join(ran_with)}"
 
