@@ -643,7 +643,8 @@ async def test_late_tokens_cost_one_reading_if_no_lease_has_expired(fleet: Fleet
         asking = [group.create_task(fleet.stage.ask(BODY)) for _ in range(8)]
     assert {task.result()[0] for task in asking} == {200}
     assert fleet.stage.metric('kvferry_proxy_leases_judged_total{verdict="proven"}') == 8
-    assert len(prefill.asked) == 8 and prefill.counts_asked < 8
+    # On a busy machine a reading may come too late for some, which are then tried again.
+    assert prefill.counts_asked < 8 <= len(prefill.asked)
 
 
 @only("vllm-nixl-pull")
