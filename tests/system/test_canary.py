@@ -15,7 +15,9 @@ import pytest
 
 from kvferry.deploy.launcher import AgentSpec, Cluster, ClusterSpec
 from kvferry.proxy.canary.canary import LEARN_FIRST
+from kvferry.proxy.telemetry.metrics import VERDICTS
 from tests.helpers.client import Answer, complete_all, heldout
+from tests.helpers.metrics import scrape, total
 from tests.standins import faults
 from tests.standins.faults.kv import BLOCKS_PER_BAD_BYTE, KvFault
 from tests.system.conftest import MODEL
@@ -24,6 +26,7 @@ ARGS = ("--threads", "1", "--transfer", "tcp")
 TO_FIND = 3
 """Probes of a pair until it is out, at most: each of these faults changes nearly every answer."""
 MANY_PROBES = 10_000
+PROBES = "kvferry_proxy_canary_probes_total"
 OUT_REASON = "their answers differ from those of the decode agent alone"
 SMALL_FAULTS: tuple[KvFault, ...] = ("stale",)
 FULL_FAULTS: tuple[KvFault, ...] = ("zero_layer", "swap_kv", "rope", "stale", "late_rank")
@@ -135,24 +138,18 @@ async def test_a_bad_byte_in_one_of_a_thousand_blocks_is_found(log_dir: Path) ->
 @pytest.mark.full
 @pytest.mark.timeout(2 * 3600)
 async def test_without_a_fault_nothing_is_suspected(log_dir: Path) -> None:
-    """Under load, with pairs of one rank each and of two ranks and one."""
-    flags = ("--canary-interval-s", "0.01", "--canary-max-share", "1000")
+    """Of pairs of one rank each, and of two and one, under the load of six canaries and of some clients."""
+    flags = ("--canary-interval-s", "0.01", "--canary-max-share", "1000", "--workers", "6")
     async with cluster(log_dir, (), *flags, right=(1, 2)) as running:
         bodies = [
-            {
-                "model": "ferry-tiny",
-                "prompt": each.prompt,
-                "temperature": 1,
-                "max_tokens": 48,
-                "ignore_eos": True,
-            }
+            {"model": "ferry-tiny", "prompt": each.prompt, "max_tokens": 48, "ignore_eos": True}
             for each in heldout(40)
         ]
-        probes = 0
-        while probes < MANY_PROBES:
-            await complete_all(running.url, bodies, concurrency=4)
-            found = await pairs(running.url)
-            probes = sum(each["probes"] for each in found.values())
-            print(f"{probes} probes", flush=True)
-            assert {each["different"] for each in found.values()} <= {0}, found
-        print({name: (each["probes"], each["different"]) for name, each in found.items()})
+        probes: dict[str, float] = {}
+        while probes.get("same", 0) < MANY_PROBES:
+            await complete_all(running.url, bodies, concurrency=2)
+            await asyncio.sleep(10.0)
+            samples = await scrape(running.url)
+            probes = {each: total(samples, PROBES, verdict=each) for each in VERDICTS}
+            print(probes, flush=True)
+            assert probes["different"] == probes["failed"] == 0
