@@ -23,6 +23,8 @@ _REAP_TIMEOUT_S = 5.0
 # The parent's id, set by `ChildProcess.start`: the parent may die before the child can query it.
 _PARENT_VARIABLE = "KVFERRY_PARENT_PID"
 MAX_LINE_BYTES = 65_536
+WAS_KILLED = "it was killed (SIGKILL), as the kernel does when memory runs out"
+"""Why a child has ended whose exit status is that signal: its last words are of something else."""
 """Longest line of a child that is read as a line."""
 Stream: TypeAlias = int | IO[bytes] | IO[str] | None
 

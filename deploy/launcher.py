@@ -27,7 +27,7 @@ import msgspec
 
 from kvferry.agent.config import START_TIMEOUT_S
 from kvferry.common.addresses import WILDCARDS
-from kvferry.common.child_process import ChildProcess
+from kvferry.common.child_process import WAS_KILLED, ChildProcess
 from kvferry.common.exceptions import message_of, system_reason
 from kvferry.common.options import as_json
 from kvferry.common.roles import Role
@@ -163,9 +163,11 @@ def reason_in(lines: Sequence[str]) -> str:
 
 def how_it_ended(status: int, log: RunLog) -> str:
     """Return a process's exit status and why: its last line, but of one that was killed, which has not
-    written why."""
+    written why, and of one that ended well."""
+    if status == 0:
+        return "0"
     if status == -signal.SIGKILL:
-        return f"{status}: it was killed (SIGKILL), as the kernel does when memory runs out"
+        return f"{status}: {WAS_KILLED}"
     return f"{status}: {log.tail(1) or 'its log is empty'}"
 
 

@@ -29,7 +29,7 @@ from kvferry.agent.config import BUNDLED_MODELS
 from kvferry.agent.plugin.settings import NotServed, PluginTransfer
 from kvferry.agent.process.run_dir import private_run_dir
 from kvferry.common.addresses import host_port
-from kvferry.common.child_process import ChildProcess
+from kvferry.common.child_process import WAS_KILLED, ChildProcess
 from kvferry.common.options import parse_flags
 from kvferry.common.shared_options import LogOptions
 from kvferry.common.stop import StopRequest
@@ -277,7 +277,8 @@ async def _run(
                 log.warning("not drained: %s is ended with what it has", name)
             return 0
         await asyncio.wait({relaying}, timeout=_LAST_LINES_S)
-        log.error("%s ended with status %s: %s", name, process.returncode, output.reason())
+        why = WAS_KILLED if process.returncode == -signal.SIGKILL else output.reason()
+        log.error("%s ended with status %s: %s", name, process.returncode, why)
         return 1
     finally:
         await process.stop(_STOP_S, with_group=True)  # nothing of it is left

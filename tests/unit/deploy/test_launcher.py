@@ -72,6 +72,7 @@ def test_an_exception_that_ended_a_process_is_a_reason() -> None:
 @pytest.mark.parametrize(
     ("status", "said"),
     [
+        (0, "0"),
         (1, "1: 503 draining"),
         (-6, "-6: 503 draining"),
         (-9, "-9: it was killed (SIGKILL), as the kernel does when memory runs out"),

@@ -171,6 +171,8 @@ async def test_neither_goes_on_without_the_other(python: Path, victim: str) -> N
         pid, _ = json.loads(await agent.line("stand-in "))
         child = int(await agent.line("child "))
         os.kill(pid if victim == "server" else agent.process.pid, signal.SIGKILL)
+        if victim == "server":
+            assert (await agent.line("vLLM ended with status ")).startswith("-9: it was killed (SIGKILL)")
         assert await agent.ended() != 0
         for each in (pid, child):
             await gone(each)
