@@ -44,6 +44,8 @@ COLUMNS = (
 )
 MAX_EVENTS = 12
 """Most events that are shown, the latest first."""
+MANY_FAILED = 0.1
+"""The share of an agent's KV transfers that fail from which on it is said."""
 
 
 def node_row(node: NodeView) -> tuple[str, ...]:
@@ -97,8 +99,8 @@ def _age(seconds: float) -> str:
 
 
 def other_lines(nodes: NodeList) -> list[str]:
-    """Return a line for each agent that was lost, each server that is down or rejected, and each pairing
-    that cannot be; then what happened last.
+    """Return a line for each agent that was lost, each server that is down or rejected, each agent to which
+    many KV transfers fail, and each pairing that cannot be; then what happened last.
     """
     lines = [
         f"{event.name or event.address} ({event.role}) is lost: its pings stopped {_age(event.age_s)} ago"
@@ -106,10 +108,22 @@ def other_lines(nodes: NodeList) -> list[str]:
     ]
     lines += [f"{server.address} ({server.role}) is down: {server.reason}" for server in nodes.down]
     lines += [f"{agent.address} is rejected: {agent.reason}" for agent in nodes.rejected_agents]
+    lines += [line for node in nodes.nodes if (line := _failed_pulls(node))]
     lines += [f"{pair.prefill} and {pair.decode}: {pair.reason}" for pair in nodes.refused_pairings]
     hidden = nodes.num_refused_pairings - len(nodes.refused_pairings)
     lines += [f"and {hidden} more pairings that cannot be"] if hidden > 0 else []
     return [*lines, *map(event_line, nodes.events[:MAX_EVENTS])]
+
+
+def _failed_pulls(node: NodeView) -> str:
+    """Say of an agent that too few of its KV transfers succeed; else nothing."""
+    failed = sum(node.failed_pulls.values())
+    tried = node.pulls + failed
+    if failed < MANY_FAILED * tried or not failed:
+        return ""
+    reasons = ", ".join(f"{reason} {count}" for reason, count in node.failed_pulls.items() if count)
+    who = f"{node.name or node.address} ({node.role})"
+    return f"{who}: {failed} of {tried} KV transfers to it failed ({reasons})"
 
 
 def render(nodes: NodeList) -> RenderableType:

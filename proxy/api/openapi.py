@@ -123,7 +123,8 @@ class NodeWorkView(msgspec.Struct):
 
 class NodeView(msgspec.Struct):
     """One agent, as this proxy sees it. `address` ends with `#RANK` where it is one rank (`dp_rank`) of a
-    server's.
+    server's. `pulls`: KV transfers to it since it started that were proven right; `failed_pulls`: the others,
+    by reason.
     """
 
     address: str
@@ -142,6 +143,8 @@ class NodeView(msgspec.Struct):
     dp_rank: int | None = None
     prefill_chunk: int | None = None
     work: NodeWorkView | None = None
+    pulls: int = 0
+    failed_pulls: dict[str, int] = {}
 
     @property
     def url(self) -> str:

@@ -336,6 +336,8 @@ def _node(position: int, view: FleetView, unpaired: UnpairedReasons) -> dict[str
             "prefill_share": round(node.prefill_share, 3),
             "decode_share": round(node.decode_share, 3),
         },
+        "pulls": sum(info.work.pulls) if info.work else 0,
+        "failed_pulls": dict(info.work.failures) if info.work else {},
         "in_flight": view.in_flight(node.incarnation),
         "last_ping_s": round(view.now - node.heard_at, 3),
         "not_paired": unpaired.not_paired(position),

@@ -156,6 +156,20 @@ def test_a_row_says_why_an_agent_is_not_used() -> None:
     ]
 
 
+def test_an_agent_to_which_many_transfers_fail_is_named() -> None:
+    """Its prompts are computed again, and nothing else shows it."""
+    failing = msgspec.structs.replace(
+        NODE, pulls=4, failed_pulls={"unreachable": 1, "lease_gone": 18, "invalid": 0}
+    )
+    nodes = msgspec.structs.replace(NODES, down=[], num_refused_pairings=0)
+    told = msgspec.structs.replace(nodes, nodes=[NODE, failing])
+    assert other_lines(told) == [
+        "decode-0 (decode): 19 of 23 KV transfers to it failed (unreachable 1, lease_gone 18)"
+    ]
+    few = msgspec.structs.replace(failing, pulls=1000)
+    assert other_lines(msgspec.structs.replace(nodes, nodes=[few])) == []
+
+
 @pytest.mark.parametrize("state", ["cordoned", "draining"])
 def test_the_state_is_the_pages_word_and_said_once(state: str) -> None:
     """As the proxy tells it: `unit/proxy/fleet/test_steering.py::test_a_cordoned_agent_finishes…`."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.proxy.wire.registration import Capacity
+from kvferry.proxy.wire.registration import Capacity, WorkReport
 from tests.helpers.waiting import until
 from tests.standins.agents import Fault, StandInAgent
 from tests.unit.proxy.conftest import Stage, StartStage
@@ -274,6 +274,15 @@ async def test_nodes_say_what_their_work_takes(stage: Stage) -> None:
     }  # fmt: skip
     new = await stage.agent("both", overrides={"model": "other"})
     assert (await node(stage, new))["work"]["token_s"] is None
+
+
+async def test_nodes_say_which_transfers_failed(stage: Stage) -> None:
+    report = WorkReport(pulls=(2, 1), failures={"lease_gone": 3})
+    agent = await stage.agent("decode", overrides={"work": report})
+    told = await node(stage, agent)
+    assert (told["pulls"], told["failed_pulls"]) == (3, {"lease_gone": 3})
+    told = await node(stage, await stage.agent("decode", overrides={"work": None}))
+    assert (told["pulls"], told["failed_pulls"]) == (0, {})
 
 
 async def test_nodes_say_why_they_are_not_paired(stage: Stage) -> None:
