@@ -12,7 +12,6 @@ from importlib.metadata import PackageNotFoundError, distribution, requires
 from typing import Any
 
 from kvferry.common.options import did_you_mean, exit_with, take_option
-from kvferry.common.telemetry.version import VERSION, revision
 
 # Entry points are named, not imported: `kvferry proxy` must not pay for torch.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -129,6 +128,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _version_text() -> str:
+    # Not at the top: every command would parse the metadata.
+    from kvferry.common.telemetry.version import VERSION, revision
+
     found = revision()
     return f"kvferry {VERSION} ({found})" if found else f"kvferry {VERSION}"
 

@@ -45,7 +45,7 @@ COLUMNS = (
 MAX_EVENTS = 12
 """Most events that are shown, the latest first."""
 MANY_FAILED = 0.1
-"""The share of an agent's KV transfers that fail from which on it is said."""
+"""An agent is named if at least this share of its KV transfers failed."""
 
 
 def node_row(node: NodeView) -> tuple[str, ...]:
@@ -116,7 +116,7 @@ def other_lines(nodes: NodeList) -> list[str]:
 
 
 def _failed_pulls(node: NodeView) -> str:
-    """Say of an agent that too few of its KV transfers succeed; else nothing."""
+    """Return how many of an agent's KV transfers failed, and why, if they are many; else an empty string."""
     failed = sum(node.failed_pulls.values())
     tried = node.pulls + failed
     if failed < MANY_FAILED * tried or not failed:

@@ -65,9 +65,7 @@ def main(words: list[str] | None = None) -> int:
     if changed := git("status", "--porcelain", "--untracked-files=no"):
         parser.error(f"a release is built from a commit, and these files differ from it:\n{changed}")
     os.umask(0o022)  # files' modes are in archives
-    left_out = [
-        f"image for {name}: its base is to be had from a registry of images alone" for name in NEVER_BUILT
-    ]
+    left_out = [f"image for {name}: its base image is only in image registries" for name in NEVER_BUILT]
     parts = options.parts or list(PARTS)
     if not options.parts and missing():
         parts.remove("image")

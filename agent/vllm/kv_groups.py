@@ -87,14 +87,14 @@ def groups_of(kv_cache_config: Any) -> tuple[KvGroup, ...]:
 def _group_of(group: Any) -> KvGroup:
     if not getattr(group, "enable_kv_transfer", True):
         raise NotServed("KV-cache groups in host memory are not served")
-    kinds = {type(spec).__name__ for spec in _specs(group).values()}
+    kinds = {type(spec).__name__ for spec in specs_of(group).values()}
     unknown = kinds.difference(_KEEP_ALL, _KEEP_RECENT, (_STATE,))
     if unknown:
         raise NotServed(f"KV caches of the kind {', '.join(sorted(unknown))} are not served yet")
     return KvGroup(group.kv_cache_spec.block_size, kinds <= set(_KEEP_ALL))
 
 
-def _specs(group: Any) -> dict[str, Any]:
+def specs_of(group: Any) -> dict[str, Any]:
     """The specs of a group's layers, by name."""
     each = getattr(group.kv_cache_spec, "kv_cache_specs", None)
     return {name: group.kv_cache_spec if each is None else each[name] for name in group.layer_names}
@@ -133,7 +133,7 @@ class RankShape:
 
 def layer_caches(group: Any, caches: Mapping[str, torch.Tensor], shape: RankShape) -> list[LayerCache]:
     """The layers of one group (`KVCacheGroupSpec`) that this rank has. Raises `NotServed`."""
-    return [_layer_cache(name, caches[name], spec, shape) for name, spec in _specs(group).items()]
+    return [_layer_cache(name, caches[name], spec, shape) for name, spec in specs_of(group).items()]
 
 
 def _layer_cache(name: str, cache: torch.Tensor, spec: Any, shape: RankShape) -> LayerCache:

@@ -19,7 +19,7 @@ def revision() -> str:
     commit, date = _ARCHIVED.split(" ")
     if date != "%cs$":
         return f"{commit[:_COMMIT_LENGTH]}, {date}"
-    # Without this look, git would find a clone around the environment that we are installed into.
+    # Otherwise git would find a clone around the environment that we are installed into.
     if not (_CLONE / ".git").exists():
         return ""
     git = ["git", "-C", str(_CLONE), "log", "-1", f"--abbrev={_COMMIT_LENGTH}", "--format=clone at %h, %cs"]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from kvferry.agent.vllm.connector import KvferryConnector
+from kvferry.agent.vllm.kv_groups import specs_of
 
 _WITH_WINDOW = ("SlidingWindowSpec", "ChunkedLocalAttentionSpec")
 
@@ -25,9 +26,7 @@ class _WrongKvConnector(KvferryConnector):
         if self._config.kv_transfer_config.kv_role != "kv_producer":
             return
         for group in self._kv_caches.kv_cache_groups:
-            each = getattr(group.kv_cache_spec, "kv_cache_specs", {})
-            for name in group.layer_names:
-                spec = each.get(name, group.kv_cache_spec)
+            for name, spec in specs_of(group).items():
                 if self._is_spoilt(type(spec).__name__):
                     self._block_sizes[name] = spec.block_size
         assert self._block_sizes, "this model has no such layer"

@@ -71,7 +71,7 @@ def find_reason(host: str, options: Mapping[str, str]) -> str | None:
 
 
 def _how_to_install(python: tuple[int, int], libc: str, libc_version: str) -> str:
-    """Name the extra, or what of Python and glibc its wheel lacks on such a machine."""
+    """Return the command that installs it, or what its wheel needs and a machine with these lacks."""
     lacking = []
     if python != _WHEEL_PYTHON:
         lacking.append("Python {}.{} (this is {}.{})".format(*_WHEEL_PYTHON, *python))
