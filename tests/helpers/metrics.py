@@ -16,6 +16,8 @@ from tests.helpers.waiting import patient
 STATS_S = 10.0
 PAGE_AGE_S = 1.0
 """How old what an agent's page says may be."""
+TOKENS_BEGUN = 4
+"""How many tokens a stream has when it counts as begun."""
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
@@ -71,16 +73,25 @@ async def wait_running(url: str, least: int = 1) -> None:
 
 
 async def wait_one_running(agents: Mapping[str, Process], least: int) -> str:
-    """Wait until one of the decode agents runs so many requests; returns its name. Raises TimeoutError.
+    """Wait until one of the decode agents runs so many requests and streams them; returns its name.
 
-    Routing goes by measured costs, so it need not give each of them as many.
+    Routing goes by measured costs, so it need not give each of them as many. A request whose first token has
+    not left its decode agent is tried again elsewhere, which is no migration, hence the tokens. Raises
+    TimeoutError.
     """
+    decode = {name: agent.url for name, agent in agents.items() if name.startswith("decode")}
+    before = {name: await num_generated(url) for name, url in decode.items()}
     async with asyncio.timeout(patient(60.0)):
         while True:
-            for name, agent in agents.items():
-                if name.startswith("decode") and await num_running(agent.url) >= least:
+            for name, url in decode.items():
+                begun = await num_generated(url) - before[name] >= TOKENS_BEGUN * least
+                if begun and await num_running(url) >= least:
                     return name
             await asyncio.sleep(0.02)
+
+
+async def num_generated(url: str) -> float:
+    return total(await scrape(url), "kvferry_agent_generation_tokens_total")
 
 
 async def num_running(url: str) -> float:
