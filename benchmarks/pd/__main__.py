@@ -2,7 +2,8 @@
 """`python -m benchmarks.pd --python PYTHON --model DIR --gpus 0,1`: what a pair of GPUs gives its clients.
 
 Servers of each system are started, asked at each rate, and ended, one system after the other. The steps
-`same` and `late` take our systems, `decode` and `timeline` the first of them. vLLM is what PYTHON has
+`same` and `late` take our systems, `decode` and `timeline` the first of them; `turning` has a server on each
+GPU, in every split. vLLM is what PYTHON has
 installed; kvferry has to be importable there (docs/engines/vllm.md). The exit status is 1 if requests failed,
 or if a step broke off; what it had found by then is written.
 """
@@ -22,15 +23,17 @@ import aiohttp
 from benchmarks.pd.check import late_readers, same_answers
 from benchmarks.pd.decode_steps import decode_steps
 from benchmarks.pd.fleet import KINDS, Running, Setup, System, kv_moved, running, vllm_router
-from benchmarks.pd.load import Seen, handovers, offer, read_log, summary, write_rows
+from benchmarks.pd.load import WARM_UP_RATE, Seen, handovers, offer, read_log, summary, write_rows
 from benchmarks.pd.report import facts, write_report
 from benchmarks.pd.timeline import timeline
+from benchmarks.pd.turning import fleets, turn
 from kvferry.deploy.launcher import LaunchError
 from tests.helpers.gpu import gpu_names
 
 ROOT = Path(__file__).parents[2]
-WARM_UP = (1.0, 5.0)
+WARM_UP = (WARM_UP_RATE, 5.0)
 """Requests a second, and seconds."""
+CHECK_POOL_BYTES = 1 << 30
 Found = dict[str, dict[str, Any]]
 """The figures of a step, by run or system. A step that breaks off leaves what it has found."""
 SYSTEMS = ["kvferry-cuda_ipc", "by-hand", "auto", "auto-both", "nixl", "together", "kvferry-nixl"]
@@ -39,24 +42,28 @@ SYSTEMS = ["kvferry-cuda_ipc", "by-hand", "auto", "auto-both", "nixl", "together
 def main() -> int:
     options = _parser().parse_args()
     gpus = options.gpus.split(",")
-    ranks = options.tp
-    if len(gpus) != sum(ranks):
+    is_turning = "turning" in options.steps
+    ranks = [tp * dp for tp, dp in zip(options.tp, options.dp, strict=True)]
+    if is_turning and (len(options.steps) > 1 or sum(ranks) > 2):
+        print("the step turning has a server on each GPU, and goes alone", file=sys.stderr)
+        return 2
+    if not is_turning and len(gpus) != sum(ranks):
         print(
-            f"--gpus takes one for each rank, {sum(ranks)} with this --tp; got {options.gpus!r}",
+            f"--gpus takes one for each rank, {sum(ranks)} with these --tp and --dp; got {options.gpus!r}",
             file=sys.stderr,
         )
         return 2
-    if options.steps != ["load"] and not _ours(options):
+    if not is_turning and options.steps != ["load"] and not _ours(options):
         print(f"--systems has none of ours, which {' '.join(options.steps)} is about", file=sys.stderr)
         return 2
     options.logs.mkdir(parents=True, exist_ok=True)
     setup = Setup(
         python=options.python,
         model=options.model,
-        gpus=(",".join(gpus[: ranks[0]]), ",".join(gpus[ranks[0] :])),
+        gpus=tuple(gpus) if is_turning else (",".join(gpus[: ranks[0]]), ",".join(gpus[ranks[0] :])),
         arguments=tuple(options.arguments),
-        prefill_arguments=("--tensor-parallel-size", str(ranks[0])),
-        decode_arguments=("--tensor-parallel-size", str(ranks[1])),
+        prefill_arguments=_parallel(options, 0),
+        decode_arguments=_parallel(options, 1),
         settings=dict(options.setting),
         router=tuple(options.router.split()),
         log_dir=options.logs,
@@ -64,7 +71,7 @@ def main() -> int:
     results: dict[str, Any] = {
         "environment": facts(options.python),
         "gpus": gpu_names(),
-        "servers_on": [setup.gpus[0], setup.gpus[1]],
+        "servers_on": list(setup.gpus),
         "settings": setup.settings,
         "arguments": options.arguments,
     }
@@ -158,14 +165,39 @@ async def _timeline(setup: Setup, options: argparse.Namespace, found: Found) -> 
             found[f"{system} at {rate:g}/s"] = timeline(path, seen, logged)
 
 
+async def _turning(setup: Setup, options: argparse.Namespace, found: Found) -> None:
+    """Every fleet that is asked for, one after the other; one that does not start leaves the others."""
+    rows: dict[str, list[Seen]] = {}
+    for name in options.fleets or fleets(len(setup.gpus)):
+        try:
+            rows[name] = await turn(name, setup, options.seconds, _vocabulary(setup), found)
+            brief = {key: value for key, value in found[name].items() if key != "prompt shares"}
+            print(f"{name}: {json.dumps(brief)}", flush=True)
+            write_rows(options.logs / "requests.csv.gz", rows)
+        except* (AssertionError, TimeoutError, LaunchError) as errors:
+            print(f"{name}: left out: {errors.exceptions}", flush=True)
+
+
+def _parallel(options: argparse.Namespace, side: int) -> tuple[str, ...]:
+    """vLLM's arguments for the ranks of a server."""
+    words = ["--tensor-parallel-size", str(options.tp[side])]
+    if options.dp[side] > 1:
+        words += ["--data-parallel-size", str(options.dp[side])]
+    if options.ep:
+        words += ["--enable-expert-parallel"]
+    return tuple(words)
+
+
 def _vocabulary(setup: Setup) -> int:
     return int(json.loads((setup.model / "config.json").read_text())["vocab_size"])
 
 
 def _for_checks(setup: Setup, options: argparse.Namespace) -> Setup:
     """Answers are compared of a model that has been trained: others hardly prefer one token to another."""
-    words = ("--max-model-len", "2048", "--gpu-memory-utilization", "0.2", "--max-num-seqs", "32")
-    return replace(setup, model=options.check_model, arguments=words)
+    words = ("--max-model-len", "2048", "--max-num-seqs", "32")
+    # A given size of the pool, so that several checks can share GPUs: vLLM measures no free memory then.
+    memory = ("--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(CHECK_POOL_BYTES))
+    return replace(setup, model=options.check_model, arguments=words + memory)
 
 
 def _ours(options: argparse.Namespace) -> list[System]:
@@ -178,7 +210,14 @@ def _setting(word: str) -> tuple[str, Any]:
     return name, json.loads(value)
 
 
-_STEPS = {"same": _same, "late": _late, "load": _load, "decode": _decode, "timeline": _timeline}
+_STEPS = {
+    "same": _same,
+    "late": _late,
+    "load": _load,
+    "decode": _decode,
+    "timeline": _timeline,
+    "turning": _turning,
+}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -194,6 +233,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--tp", nargs=2, type=int, default=[1, 1], metavar=("PREFILL", "DECODE"), help="tensor parallel sizes"
     )
+    parser.add_argument(
+        "--dp", nargs=2, type=int, default=[1, 1], metavar=("PREFILL", "DECODE"), help="data parallel sizes"
+    )
+    parser.add_argument("--ep", action="store_true", help="spread the experts over all ranks of a server")
     parser.add_argument(
         "--setting",
         nargs="*",
@@ -211,7 +254,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--timeline-rates", nargs="+", type=float, default=[2.0, 6.0], help="of the step timeline"
     )
-    parser.add_argument("--seconds", type=float, default=60.0, help="of load at each rate")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of load at each rate, or of each turn")
+    parser.add_argument("--fleets", nargs="*", help="of the step turning, such as auto, together, '1 + 3'")
     parser.add_argument("--prompts", type=int, default=200, help="of the step same")
     parser.add_argument("--trials", type=int, default=100, help="of the step late")
     parser.add_argument(

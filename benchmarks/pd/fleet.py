@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 import aiohttp
 
 from kvferry.deploy.launcher import start_process
+from kvferry.proxy.wire.registration import Role
 from tests.helpers.commands import PROXY
 from tests.helpers.metrics import is_shown, scrape, total
 from tests.helpers.servers import free_port, running_server
@@ -42,7 +43,8 @@ System = Literal[
 vLLM's NixlConnector, `together` two servers that take whole requests in turn, and `plain` one alone, without
 a proxy. The others use `cuda_ipc`: with `by-hand` the decode server alone serves prompts under 512 tokens,
 with `auto` the proxy chooses for each request, with `auto-both` of two servers that can do both."""
-_PAIR, _BOTH = ("kv_producer", "kv_consumer"), ("kv_both", "kv_both")
+_PAIR: tuple[Role, Role] = ("prefill", "decode")
+_BOTH: tuple[Role, Role] = ("both", "both")
 _EVERY_PROMPT = ("--split-min-tokens", "0")
 _OBJECTIVES = ("--ttft-objective-s", "2", "--tpot-objective-s", "0.015")
 """What the proxy chooses by: the stricter ones of `load.OBJECTIVES`."""
@@ -55,9 +57,10 @@ class Setup:
     Args:
         python: vLLM's.
         model: Directory of the model.
-        gpus: Those of the two servers (`CUDA_VISIBLE_DEVICES`), one or several each.
+        gpus: Those of each server (`CUDA_VISIBLE_DEVICES`), one or several.
         arguments: Further ones of every vLLM server.
-        prefill_arguments, decode_arguments: Further ones of one of them.
+        prefill_arguments, decode_arguments: Further ones of the first server and those that only prefill, and
+            of the others.
         settings: Further settings of our connector.
         router: Command of vllm-router; empty: there is none.
         timeline: File for the times of each transfer in the decode server's scheduler; None: none is noted.
@@ -66,7 +69,7 @@ class Setup:
 
     python: str
     model: Path
-    gpus: tuple[str, str]
+    gpus: tuple[str, ...]
     arguments: tuple[str, ...] = ()
     prefill_arguments: tuple[str, ...] = ()
     decode_arguments: tuple[str, ...] = ()
@@ -80,12 +83,12 @@ class Kind(NamedTuple):
     """What a system is made of.
 
     `connector`: whose counters tell what was moved; None: nothing is. `transfer`: a backend of ours, if it is
-    ours. `roles`: vLLM's `kv_role` of both servers. `words`: flags of the proxy.
+    ours. `roles`: of both servers. `words`: flags of the proxy.
     """
 
     connector: Literal["kvferry", "nixl"] | None
     transfer: str = "cuda_ipc"
-    roles: tuple[str, str] = _PAIR
+    roles: tuple[Role, Role] = _PAIR
     words: tuple[str, ...] = ()
 
 
@@ -110,7 +113,7 @@ class Running:
 
     Attributes:
         url: What clients ask.
-        servers: The vLLM servers' URLs, the prefill's first.
+        servers: The vLLM servers' URLs, those that prefill first.
         pids: Theirs.
         proxy_log: It has a line for each request; None where there is no proxy.
     """
@@ -121,9 +124,19 @@ class Running:
     proxy_log: Path | None
 
 
+KV_ROLES: Mapping[Role, str] = MappingProxyType(
+    {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}
+)
+
+
 @asynccontextmanager
-async def running(system: System, setup: Setup) -> AsyncIterator[Running]:
-    """Start a system. Raises `AssertionError` with the end of a log if it does not start, or a group."""
+async def running(
+    system: System, setup: Setup, roles: Sequence[Role] | None = None
+) -> AsyncIterator[Running]:
+    """Start a system. `roles`: of its servers, where they are not the system's own two.
+
+    Raises `AssertionError` with the end of a log if it does not start, or a group.
+    """
     async with AsyncExitStack() as stack:
         if system == "plain":
             port = free_port()
@@ -131,30 +144,34 @@ async def running(system: System, setup: Setup) -> AsyncIterator[Running]:
             pid = await stack.enter_async_context(_vllm("plain", own, port, setup.gpus[0], None))
             yield Running(_url(port), (_url(port),), (pid,), None)
             return
-        ports = free_port(), free_port()
+        roles = KINDS[system].roles if roles is None else roles
+        ports = [free_port() for _ in roles]
         words = ["--decode-only-fallback", "false", *KINDS[system].words]
         if system == "nixl":
             words += ["--prefill", _url(ports[0]), "--decode", _url(ports[1])]
         proxy = await start_process("proxy", (*PROXY, *words), setup.log_dir)
         stack.push_async_callback(proxy.stop)
-        pids = await _start_servers(stack, system, setup, ports, proxy.listening["discovery_port"])
+        pids = await _start_servers(stack, system, setup, roles, ports, proxy.listening["discovery_port"])
         await _until_ready(proxy.url)
         yield Running(proxy.url, tuple(map(_url, ports)), pids, setup.log_dir / "proxy.log")
 
 
 async def _start_servers(
-    stack: AsyncExitStack, system: System, setup: Setup, ports: tuple[int, int], discovery_port: int
+    stack: AsyncExitStack,
+    system: System,
+    setup: Setup,
+    roles: Sequence[Role],
+    ports: Sequence[int],
+    discovery_port: int,
 ) -> tuple[int, ...]:
-    """Their process ids, once both serve."""
-    arguments = (setup.prefill_arguments, setup.decode_arguments)
+    """Their process ids, once all serve."""
     servers = []
-    for name, role, words, port, gpu in zip(
-        ("prefill", "decode"), KINDS[system].roles, arguments, ports, setup.gpus, strict=True
-    ):
-        transfer = _transfer(system, role, setup, _url(port), f"127.0.0.1:{discovery_port}")
+    for at, (role, port, gpu) in enumerate(zip(roles, ports, setup.gpus, strict=True)):
+        transfer = _transfer(system, KV_ROLES[role], setup, _url(port), f"127.0.0.1:{discovery_port}")
+        words = setup.prefill_arguments if role == "prefill" or at == 0 else setup.decode_arguments
         own = replace(setup, arguments=(*setup.arguments, *words))
-        servers.append(_vllm(f"{system}-{name}", own, port, gpu, transfer))
-    if setup.gpus[0] != setup.gpus[1]:
+        servers.append(_vllm(f"{system}-{role}-{at}", own, port, gpu, transfer))
+    if len(set(setup.gpus)) == len(setup.gpus):
         async with asyncio.TaskGroup() as starting:
             pids = [starting.create_task(stack.enter_async_context(server)) for server in servers]
         return tuple(pid.result() for pid in pids)

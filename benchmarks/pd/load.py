@@ -28,6 +28,8 @@ LONG, SHORT, ANSWER = 8192, 256, 256
 """Tokens: half the prompts have the one length, half the other."""
 OBJECTIVES = ((2.0, 0.015), (2.0, 0.030))
 """TTFT and TPOT in seconds, for goodput: the share of all requests that keep both."""
+WARM_UP_RATE = 1.0
+"""Requests a second of each pair."""
 CONFIG = BenchConfig(model=MODEL, timeout_s=300.0)
 
 
@@ -52,9 +54,13 @@ class Seen:
 
 async def offer(url: str, rate: float, seconds: float, vocabulary: int, seed: int = 1) -> list[Seen]:
     """Send requests with exponential gaps, `rate` a second, and wait for all of them."""
+    return await send(url, rate, _requests(rate, seconds, vocabulary, random.Random(seed)))
+
+
+async def send(url: str, rate: float, requests: Iterator[PlannedRequest]) -> list[Seen]:
+    """Send requests when they are due, and wait for all of them. `rate`: how many a second, about."""
     async with connected_client(Target(url, url), CONFIG, count_empty=True) as client:
         start = time.perf_counter()
-        requests = _requests(rate, seconds, vocabulary, random.Random(seed))
         done = await run_round(client, Level("rate", rate), requests, start)
     return sorted((_seen(each, start) for each in done.observations), key=lambda one: one.sent)
 
