@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, distribution, requires
 from typing import Any
 
-from kvferry.common.options import did_you_mean, exit_with, take_option
-
 # Entry points are named, not imported: `kvferry proxy` must not pay for torch.
 COMMANDS: dict[str, tuple[str, str]] = {
     "serve": (
@@ -54,6 +52,7 @@ INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
 NEED_AGENT = frozenset({"agent", "doctor", "serve", "up"})
 """Commands that run what the extra `agent` brings."""
+AGENT_EXTRA = "'.[agent]'"
 ENGINES = {"vllm": "kvferry.agent.vllm.launch:main", "sglang": "kvferry.agent.sglang.launch:main"}
 """`kvferry agent --engine vllm` and so on: starts another engine's server with our transfer plane inside."""
 CHOSEN_ENGINE = "kvferry.agent.vllm.launch:with_chosen_engine"
@@ -93,8 +92,32 @@ def _is_installed(name: str) -> bool:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one subcommand and return its exit status; 2 for a command line that cannot be understood."""
+    """Run one subcommand and return its exit status; 2 for a command line that cannot be understood, or where
+    a package is not installed.
+    """
     words = sys.argv[1:] if argv is None else argv
+    try:
+        return _dispatch(words)
+    except ModuleNotFoundError as error:  # installed with --no-deps, into an engine's environment
+        package = (error.name or "").partition(".")[0]
+        if package in ("", "kvferry"):
+            raise
+        print(_needs_package(words, package), file=sys.stderr)
+        return 2
+
+
+def _needs_package(words: Sequence[str], package: str) -> str:
+    name = next((word for word in words[:1] if word in COMMANDS), "")
+    needs = f"{f'kvferry {name}'.strip()} needs the package {package}, which is not installed here"
+    if name == "agent" and any(word.startswith(("--attach", "--engine")) for word in words):
+        return needs  # an extra would change the packages of the engine in this environment
+    return f"{needs}: in a clone of kvferry, pip install {AGENT_EXTRA if name in NEED_AGENT else '.'}"
+
+
+def _dispatch(words: list[str]) -> int:
+    # Not at the top: the packages that it imports may be missing too.
+    from kvferry.common.options import did_you_mean, take_option
+
     if "_ARGCOMPLETE" in os.environ:
         return _run(COMPLETER, [*COMMANDS])
     match words:
@@ -115,7 +138,7 @@ def main(argv: list[str] | None = None) -> int:
         case ["agent", *rest] if take_option(rest, "--engine")[0] == "auto" and not _asks_for_help(rest):
             return main(["agent", *_named(CHOSEN_ENGINE)(rest)])
         case [name, *rest] if name in NEED_AGENT and not _asks_for_help(rest) and missing_of("agent"):
-            how = "in a clone of kvferry, pip install '.[agent]'"
+            how = f"in a clone of kvferry, pip install {AGENT_EXTRA}"
             print(f"kvferry {name} needs the extra agent: {how}", file=sys.stderr)
             return 2
         case [name, *rest] if name in COMMANDS:
@@ -148,15 +171,8 @@ def _run(entry_point: str, words: list[str]) -> int:
 
 
 def _named(entry_point: str) -> Any:
-    """Import what an entry point names. Exits with a message if a package is missing that this needs."""
     module, _, name = entry_point.partition(":")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except ModuleNotFoundError as error:  # installed with --no-deps, into an engine's environment
-        package = (error.name or "").partition(".")[0]
-        if package in ("", "kvferry"):
-            raise
-        exit_with("kvferry", f"this command needs the package {package}, which is not installed here")
+    return getattr(importlib.import_module(module), name)
 
 
 if __name__ == "__main__":

@@ -73,12 +73,17 @@ NOT_IN_SGLANG = {"argcomplete", "httptools", "quart", "werkzeug"}
 """What SGLang 0.5.23 does not bring, if kvferry is installed there with --no-deps."""
 
 
+LACKS = "kvferry {} needs the package {}, which is not installed here: in a clone of kvferry, pip install {}"
+
+
 @pytest.mark.parametrize(
     ("words", "status", "says"),
     [
         (["doctor"], 0, "SGLang: "),
         (["agent", "--engine", "sglang", "--help"], 0, "usage: kvferry agent"),
-        (["proxy"], 2, "kvferry: this command needs the package httptools, which is not installed here"),
+        (["proxy"], 2, LACKS.format("proxy", "httptools", ".")),
+        (["completion", "bash"], 2, LACKS.format("completion", "argcomplete", ".")),
+        (["agent", "--model", "ferry-tiny"], 2, LACKS.format("agent", "werkzeug", "'.[agent]'")),
     ],
 )
 def test_in_an_engines_environment_a_command_works_or_names_what_it_needs(
@@ -90,6 +95,19 @@ def test_in_an_engines_environment_a_command_works_or_names_what_it_needs(
     )
     assert done.returncode == status and says in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("words", [(), *VARIANTS], ids=" ".join)
+def test_without_any_package_every_command_names_one(words: tuple[str, ...]) -> None:
+    code = WITHOUT.format(modules={"msgspec"}, words=list(words))
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2
+    command = " ".join(["kvferry", *words[:1]])
+    assert done.stderr.startswith(f"{command} needs the package msgspec, which is not installed here")
+    assert len(done.stderr.splitlines()) == 1
+    assert ("pip install" in done.stderr) is (words[1:] == ())
 
 
 @pytest.mark.parametrize("words", VARIANTS, ids=" ".join)
