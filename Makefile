@@ -32,6 +32,7 @@ help-all: ## list all targets
 env: $(STAMP) ## make .venv with pinned dependencies
 
 $(STAMP): pyproject.toml constraints.txt
+	@echo 'installing pinned packages into $(VENV), without a word until it is done: this takes some minutes' >&2
 	$(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) --upgrade pip
 	$(PIP_INSTALL) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch

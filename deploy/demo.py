@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -135,9 +136,8 @@ def table(runs: list[Run]) -> Table:
 async def demo(console: Console) -> None:
     """Run the demo. Raises `LaunchError` or `DemoFailed` with the reason if anything went wrong."""
     config = UpConfig(port=0, discovery_port=0, log_dir=Path("logs/demo"))
-    console.print("starting a proxy, one prefill agent and one decode agent …")
     spec = cluster_spec(config, PartOptions("make demo", ()))
-    async with Cluster(spec, lambda words: console.print(words, highlight=False)) as cluster:
+    async with Cluster(spec, partial(print, file=sys.stderr, flush=True)) as cluster:
         await cluster.wait_ready()
         timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
         async with aiohttp.ClientSession(timeout=timeout) as session:

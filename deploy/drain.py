@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import ssl
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from urllib.parse import quote, urlsplit
 
 import aiohttp
@@ -19,11 +20,12 @@ from kvferry.common.curve import BadClusterKey, ClusterKey
 from kvferry.common.exceptions import message_of
 from kvferry.common.http.tls import BadCertificate, client_context
 from kvferry.common.options import CommandParser, number, readable_file, server_url
+from kvferry.common.telemetry.prometheus_text import samples
 from kvferry.deploy.http_client import (
-    MAX_PAGE_BYTES,
     StatusFailed,
     client_session,
     fetch_nodes,
+    read_page,
     refusal,
     why_no_response,
 )
@@ -31,6 +33,10 @@ from kvferry.proxy.api.openapi import NodeView
 
 POLL_S = 0.5
 CALL_TIMEOUT_S = 10.0
+REPORT_S = 5.0
+"""How often is said what is left."""
+REQUESTS = ("kvferry_agent_num_requests_running", "kvferry_agent_num_requests_waiting")
+BLOCKS = "kvferry_agent_kv_blocks"
 
 
 class DrainFailed(RuntimeError):
@@ -50,10 +56,12 @@ async def client(
 
 
 async def drain_at_agent(http: aiohttp.ClientSession, url: str) -> None:
-    """Ask an agent to drain, and wait until its URL refuses connections. Raises `DrainFailed`."""
+    """Ask an agent to drain, and wait until its URL refuses connections.
+
+    Raises `DrainFailed` and `StatusFailed`.
+    """
     await _request_drain(http, f"{url}/drain")
-    while await _listens(http, url):  # noqa: ASYNC110 (another process ends)
-        await asyncio.sleep(POLL_S)
+    await _wait(url, partial(_left_at_agent, http, url))
 
 
 async def drain_at_proxy(http: aiohttp.ClientSession, url: str, agent: str) -> None:
@@ -64,14 +72,24 @@ async def drain_at_proxy(http: aiohttp.ClientSession, url: str, agent: str) -> N
     """
     incarnation = _find((await fetch_nodes(http, url)).nodes, agent).incarnation
     await _request_drain(http, f"{url}/nodes/{quote(incarnation, safe='/:')}/drain")
-    while any(node.incarnation == incarnation for node in (await fetch_nodes(http, url)).nodes):  # noqa: ASYNC110
+    await _wait(agent, partial(_left_at_proxy, http, url, incarnation))
+
+
+async def _wait(agent: str, left: Callable[[], Awaitable[str | None]]) -> None:
+    """Poll what is left until that is None, and print it now and then."""
+    clock = asyncio.get_running_loop().time
+    began = said = clock()
+    while (words := await left()) is not None:
+        if clock() - said >= REPORT_S:
+            said = clock()
+            print(f"{agent} has been draining for {said - began:.0f} s{words}", file=sys.stderr, flush=True)
         await asyncio.sleep(POLL_S)
 
 
 async def _request_drain(http: aiohttp.ClientSession, url: str) -> None:
     async with http.post(url) as response:
         if response.status != 202:
-            page = await response.content.read(MAX_PAGE_BYTES)
+            page = await read_page(response)
             # A proxy would have refused to list its agents before.
             raise DrainFailed(
                 refusal(url, response.status, page, server="an agent", key_option="--cluster-key")
@@ -96,15 +114,31 @@ def _find(nodes: Sequence[NodeView], agent: str) -> NodeView:
     return named[0]
 
 
-async def _listens(http: aiohttp.ClientSession, url: str) -> bool:
+async def _left_at_agent(http: aiohttp.ClientSession, url: str) -> str | None:
+    """Return what an agent has to finish, by its metrics, or nothing where it does not respond; None once it
+    refuses connections. Raises `StatusFailed`.
+    """
     try:
-        async with http.get(f"{url}/health"):
-            return True
+        async with http.get(f"{url}/metrics") as response:
+            page = await read_page(response)
     except aiohttp.ClientConnectorError as error:
         # Nothing else means that it has ended: its name may not resolve, or its host not be reached.
-        return not isinstance(error.os_error, ConnectionRefusedError)
+        return None if isinstance(error.os_error, ConnectionRefusedError) else ""
     except (aiohttp.ClientError, TimeoutError):
-        return True  # it closes its connections before its socket
+        return ""  # it closes its connections before its socket
+    found = {each.labels.get("state", each.name): each.value for each in samples(page, (*REQUESTS, BLOCKS))}
+    return _left(*(found.get(name, 0.0) for name in (*REQUESTS, "leased")))
+
+
+async def _left_at_proxy(http: aiohttp.ClientSession, url: str, incarnation: str) -> str | None:
+    """Return what an agent has to finish, as it told a proxy; None once that knows it no more."""
+    nodes = (await fetch_nodes(http, url)).nodes
+    load = next((node.load for node in nodes if node.incarnation == incarnation), None)
+    return None if load is None else _left(load.running, load.waiting, load.kv_blocks_leased)
+
+
+def _left(running: float, waiting: float, leased: float) -> str:
+    return f": {running:.0f} requests running, {waiting:.0f} waiting, {leased:.0f} KV blocks leased"
 
 
 def build_parser() -> CommandParser:

@@ -42,11 +42,7 @@ async def fetch_nodes(http: aiohttp.ClientSession, url: str) -> NodeList:
     """Return a proxy's list of agents. Raises `StatusFailed`."""
     try:
         async with http.get(f"{url}/nodes") as response:
-            page = bytearray()
-            async for part in response.content.iter_any():
-                page += part
-                if len(page) > MAX_PAGE_BYTES:
-                    raise StatusFailed(f"{url} answered with more than {MAX_PAGE_BYTES} bytes")
+            page = await read_page(response)
             if response.status != 200:
                 raise StatusFailed(refusal(url, response.status, page, server="a kvferry proxy"))
         return msgspec.json.decode(page, type=NodeList)
@@ -57,6 +53,16 @@ async def fetch_nodes(http: aiohttp.ClientSession, url: str) -> NodeList:
         raise StatusFailed(f"{url} is not a kvferry proxy of this version: {why}") from error
     except NOT_JSON as error:
         raise StatusFailed(f"{url} is not a kvferry proxy: it answered with {describe_page(page)}") from error
+
+
+async def read_page(response: aiohttp.ClientResponse) -> bytes:
+    """Read a body. Raises `StatusFailed` if it is too large."""
+    page = bytearray()
+    async for part in response.content.iter_any():
+        page += part
+        if len(page) > MAX_PAGE_BYTES:
+            raise StatusFailed(f"{response.url} answered with more than {MAX_PAGE_BYTES} bytes")
+    return bytes(page)
 
 
 def why_no_response(error: aiohttp.ClientError | TimeoutError | OSError) -> str:

@@ -34,7 +34,8 @@ from kvferry.common.roles import Role
 from kvferry.deploy.http_client import StatusFailed, client_session, fetch_nodes
 
 LISTENING_TIMEOUT_S = 180.0
-PROGRESS_S = 20.0
+PROGRESS_S = 10.0
+"""What is waited for is said again this often."""
 MAX_PROGRESS_CHARS = 200
 STOP_GRACE_S = 10.0
 POLL_INTERVAL_S = 0.2
@@ -323,6 +324,7 @@ class Cluster:
         self._started: list[Process] = []
 
     async def __aenter__(self) -> Cluster:
+        self._progress(f"starting {', '.join(['proxy', *(agent.name for agent in self.spec.agents)])}")
         try:
             await self._start_proxy(self.spec.port, self.spec.discovery_port)
             starts = [self.start_agent(agent) for agent in self.spec.agents]
@@ -361,21 +363,25 @@ class Cluster:
         self.agents[agent.name] = process
         return process
 
-    async def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Wait until the proxy sees every agent ready. Raises `LaunchError` on a death or on the deadline."""
+    async def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> str:
+        """Wait until the proxy sees every agent ready, and return what clients call their model.
+
+        Raises `LaunchError` on a death or on the deadline.
+        """
 
         async def urls() -> Mapping[str, str]:
             return {name: agent.url for name, agent in self.agents.items()}
 
-        await self.wait_listed(urls, timeout_s)
+        return await self.wait_listed(urls, timeout_s)
 
-    async def wait_listed(self, urls: Callable[[], Awaitable[Mapping[str, str]]], timeout_s: float) -> None:
+    async def wait_listed(self, urls: Callable[[], Awaitable[Mapping[str, str]]], timeout_s: float) -> str:
         """As `wait_ready`, for agents that may run elsewhere.
 
         `urls` returns where each of them listens, empty for those that have not started, or raises
         `LaunchError`.
         """
-        last = ""
+        last, clock = "", asyncio.get_running_loop().time
+        begun = said = clock()
         try:
             async with (
                 asyncio.timeout(timeout_s),
@@ -385,15 +391,17 @@ class Cluster:
                     self.check_alive()
                     agents = await urls()
                     nodes = (await fetch_nodes(http, self.url)).nodes
-                    ready = {node.address for node in nodes if node.state == "ready"}
+                    ready = {node.address: node.model for node in nodes if node.state == "ready"}
                     waiting = [name for name, url in agents.items() if url not in ready]
                     words = f"{len(agents) - len(waiting)} of {len(agents)} agents ready"
                     if waiting:
                         words += f", waiting for {', '.join(sorted(waiting))}"
-                    if words != last:
-                        self._progress(last := words)
+                    if words != last or clock() - said > PROGRESS_S:
+                        seconds = f" for {clock() - begun:.0f} s" if words == last else ""
+                        self._progress(words + seconds)
+                        last, said = words, clock()
                     if not waiting:
-                        return
+                        return ", ".join(sorted({ready[url] for url in agents.values()}))
                     await asyncio.sleep(POLL_INTERVAL_S)
         except StatusFailed as error:
             raise LaunchError(str(error)) from error

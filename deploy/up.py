@@ -471,8 +471,8 @@ async def run(
 async def _serve(cluster: Cluster, console: Console, show: Callable[[str], None]) -> None:
     spec = cluster.spec
     async with cluster:
-        await cluster.wait_ready()
-        show(f"serving {spec.model} at {cluster.url}/v1; logs in {spec.log_dir}; Ctrl-C ends it")
+        model = await cluster.wait_ready()
+        show(f"serving {model} at {cluster.url}/v1; logs in {spec.log_dir}; Ctrl-C ends it")
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(keep_status_line(console, cluster))
             await cluster.keep_running()

@@ -46,11 +46,11 @@ async def serve_on_ray(
                 order = AgentOrder(agent=agent, model=spec.model, proxy=proxy)
                 fleet.place(namespace, order, bundle, node)
             longest_s = max(agent.listening_timeout_s for agent in spec.agents)
-            await _wait_ready(cluster, fleet, max(START_TIMEOUT_S, longest_s))
+            model = await _wait_ready(cluster, fleet, max(START_TIMEOUT_S, longest_s))
             for placed in fleet.agents:
                 show(placed.describe())
             show(
-                f"serving {spec.model} at {cluster.url}/v1; logs in {spec.log_dir}; "
+                f"serving {model} at {cluster.url}/v1; logs in {spec.log_dir}; "
                 "Ctrl-C, or kvferry down, ends it"
             )
             async with asyncio.TaskGroup() as tasks:
@@ -64,14 +64,14 @@ async def serve_on_ray(
             await fleet.end()
 
 
-async def _wait_ready(cluster: Cluster, fleet: RayFleet, timeout_s: float) -> None:
+async def _wait_ready(cluster: Cluster, fleet: RayFleet, timeout_s: float) -> str:
     async def urls() -> Mapping[str, str]:
         await fleet.refresh(cluster.spec.log_dir)
         fleet.check_started()
         return {agent.name: agent.url for agent in fleet.agents}
 
     try:
-        await cluster.wait_listed(urls, timeout_s)
+        return await cluster.wait_listed(urls, timeout_s)
     except LaunchError as error:
         waiting = [agent.describe() for agent in fleet.agents if agent.report is None]
         raise LaunchError("; ".join([str(error), *waiting])) from error

@@ -160,15 +160,19 @@ def test_every_command_is_covered() -> None:
 
 @pytest.mark.timeout(180)
 async def test_make_demo(tmp_path: Path) -> None:
-    """`make demo` exits 0, shows that KV moved, and leaves no process behind."""
+    """`make demo` exits 0, shows what it starts and that KV moved, and leaves no process behind."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "kvferry.deploy.demo", cwd=ROOT, stdout=asyncio.subprocess.PIPE
+        *(sys.executable, "-m", "kvferry.deploy.demo"),
+        cwd=ROOT,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
     )
-    assert process.stdout is not None
-    output = (await process.stdout.read()).decode()
-    assert await process.wait() == 0, output
-    assert "2 of 2 agents ready" in output
-    assert "KV bytes" in output
+    output, progress = await process.communicate()
+    assert process.returncode == 0, output + progress
+    assert (
+        progress.startswith(b"starting proxy, prefill-0, decode-0\n") and b"2 of 2 agents ready" in progress
+    )
+    assert b"KV bytes" in output
     for line in psutil.process_iter(["cmdline"]):
         assert "logs/demo" not in " ".join(line.info["cmdline"] or [])
 

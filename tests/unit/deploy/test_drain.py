@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -104,6 +105,48 @@ async def test_an_address_goes_before_a_name() -> None:
     async with proxy_with(*nodes) as (url, asked):
         await drain(url, "10.0.0.1:8001", None, None, TIMEOUT_S)
     assert asked == ["second"]
+
+
+METRICS = """\
+kvferry_agent_num_requests_running{model="m"} 3.0
+kvferry_agent_num_requests_waiting{model="m"} 1.0
+kvferry_agent_kv_blocks{state="free"} 90.0
+kvferry_agent_kv_blocks{state="leased"} 7.0
+"""
+
+
+@pytest.mark.parametrize("agent_word", [None, "decode"])
+async def test_a_drain_that_takes_a_while_says_what_is_left(
+    agent_word: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load = msgspec.structs.replace(NODE.load, running=3, waiting=1, kv_blocks_leased=7)
+    node = msgspec.structs.replace(agent("first", 8000, "decode"), load=load)
+    page = NodeList(nodes=[node], refused_pairings=[], num_refused_pairings=0, rejected_agents=[], down=[])
+
+    async def drained(_: web.Request) -> web.Response:
+        return web.Response(status=202)
+
+    async def metrics(_: web.Request) -> web.Response:
+        return web.Response(text=METRICS)
+
+    async def list_nodes(_: web.Request) -> web.Response:
+        return web.Response(body=msgspec.json.encode(page), content_type="application/json")
+
+    monkeypatch.setattr("kvferry.deploy.drain.REPORT_S", 0.2)
+    app = web.Application()
+    app.router.add_post("/drain", drained)
+    app.router.add_post("/nodes/{incarnation}/drain", drained)
+    app.router.add_get("/metrics", metrics)
+    app.router.add_get("/nodes", list_nodes)
+    async with served(app) as url:
+        with pytest.raises(DrainFailed, match="still runs after 1 s"):
+            await drain(url, agent_word, None, None, 1.2)
+    shown = capsys.readouterr()
+    said = (
+        rf"{agent_word or url} has been draining for \d s: 3 requests running, 1 waiting, 7 KV blocks leased"
+    )
+    assert (shown.out, bool(shown.err)) == ("", True)
+    assert all(re.fullmatch(said, line) for line in shown.err.splitlines()), shown.err
 
 
 async def test_an_agent_of_a_cluster_wants_its_key() -> None:

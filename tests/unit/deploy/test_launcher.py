@@ -1,16 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The log of a process that `kvferry up` has started: it stays bounded, and says why the process ended."""
+"""What `kvferry up` says of the processes that it starts; their logs stay bounded, and say why one ended."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import signal
 from pathlib import Path
 
+import msgspec
 import pytest
+from aiohttp import web
 
+from kvferry.common.child_process import ChildProcess
 from kvferry.common.telemetry.logs import JsonFormatter, LogFormat, TextFormatter
 from kvferry.deploy import launcher
-from kvferry.deploy.launcher import LogFile, how_it_ended, reason_in
+from kvferry.deploy.launcher import Cluster, ClusterSpec, LogFile, Process, how_it_ended, reason_in
+from kvferry.proxy.api.openapi import NodeList
+from tests.unit.deploy.test_drain import served
+from tests.unit.deploy.test_status import NODE
 
 
 @pytest.fixture
@@ -82,3 +90,41 @@ def test_a_process_that_was_killed_has_not_written_why(log: LogFile, status: int
     """Its last line, of some request that went well, was given as the reason."""
     log.path.write_text("earlier\n503 draining\n")
     assert how_it_ended(status, log) == said
+
+
+async def test_an_agent_that_takes_long_to_be_ready_is_named_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is returned is the name to request, not the path of the model."""
+    monkeypatch.setattr(launcher, "PROGRESS_S", 0.5)
+    began = asyncio.get_running_loop().time()
+
+    async def list_nodes(_: web.Request) -> web.Response:
+        state = "ready" if asyncio.get_running_loop().time() > began + 1.5 else "starting"
+        node = msgspec.structs.replace(NODE, state=state, model="my-model")
+        page = NodeList(
+            nodes=[node], refused_pairings=[], num_refused_pairings=0, rejected_agents=[], down=[]
+        )
+        return web.Response(body=msgspec.json.encode(page), content_type="application/json")
+
+    async def urls() -> dict[str, str]:
+        return {"decode-0": NODE.address}
+
+    app = web.Application()
+    app.router.add_get("/nodes", list_nodes)
+    lines: list[str] = []
+    cluster = Cluster(ClusterSpec(model="/models/my-model", agents=(), log_dir=tmp_path), lines.append)
+    async with served(app) as url:
+        child = await ChildProcess.start(
+            ("-c", "import time; time.sleep(60)"),
+            "proxy",
+            stdout=asyncio.subprocess.PIPE,
+            ends_with_us=signal.SIGTERM,
+        )
+        cluster.proxy = Process(child, LogFile(tmp_path / "proxy.log"), {"url": url})
+        try:
+            assert await cluster.wait_listed(urls, 20.0) == "my-model"
+        finally:
+            await cluster.proxy.stop()
+    waiting = "0 of 1 agents ready, waiting for decode-0"
+    assert lines[:2] == [waiting, f"{waiting} for 1 s"] and lines[-1] == "1 of 1 agents ready"
