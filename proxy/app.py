@@ -106,10 +106,11 @@ def create_app(
     # A path, since models may be named by theirs.
     @app.get("/v1/models/<path:name>")
     async def model(name: str) -> Response:
-        for each in msgspec.json.decode((await views.page("models")).body, type=_ModelList).data:
+        cards = msgspec.json.decode((await views.page("models")).body, type=_ModelList).data
+        for each in cards:
             if each["id"] == name:
                 return Response(msgspec.json.encode(each), content_type=JSON)
-        raise ModelNotFound("no agent serves this model", param="model")
+        raise ModelNotFound(name, (each["id"] for each in cards))
 
     @app.get("/version")
     async def version_page() -> Response:

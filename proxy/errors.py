@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from heapq import nsmallest
 from typing import Any, ClassVar
 
 import msgspec
@@ -18,6 +20,7 @@ MAX_AGENT_MESSAGE_CHARS = 2000
 """Of an agent's own words in an error, a code or the like included; engines repeat a whole prompt in them."""
 MAX_MESSAGE_CHARS = 4000
 """Of a message, which may repeat what a client or an agent has sent, and of `param`."""
+SHOWN_MODELS = 10
 _MEMBERS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
@@ -85,11 +88,19 @@ class Unauthorized(ProxyError):
 
 
 class ModelNotFound(ProxyError):
-    """No agent serves the requested model."""
+    """No agent serves the requested model. The message lists the first models that are `served`: any client
+    may see them at `/v1/models`.
+    """
 
     status = 404
     kind = "invalid_request_error"
     code = "model_not_found"
+
+    def __init__(self, model: str, served: Iterable[str]) -> None:
+        names = nsmallest(SHOWN_MODELS + 1, served)
+        more = ", …" if len(names) > SHOWN_MODELS else ""
+        shown = ", ".join(map(repr, names[:SHOWN_MODELS])) + more or "none"
+        super().__init__(f"no agent serves this model: {model!r}; models served now: {shown}", param="model")
 
 
 class NotFound(ProxyError):

@@ -206,8 +206,9 @@ class Frontend:
         return decode() if size <= _INLINE_BYTES else await self._texts.run(size, decode)
 
     def _check_model(self, model: str | None) -> None:
-        if model is not None and model != self._config.model_name:
-            raise ApiError(404, "model_not_found", f"the model {model!r} is not served here", "model")
+        if model is not None and model != (served := self._config.model_name):
+            message = f"this agent does not serve the model {model!r}, but {served!r}"
+            raise ApiError(404, "model_not_found", message, "model")
 
     def drop(self, transfer_id: str) -> None:
         """Unpin the blocks of a prefill leg whose reader will not come. Idempotent. Raises `ApiError`."""

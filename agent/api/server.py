@@ -162,7 +162,8 @@ def create_app(
     @app.get("/v1/models/<path:name>")
     async def model(name: str) -> Response:
         if name != config.model_name:
-            raise ApiError(404, "model_not_found", "no such model is served here", "model")
+            message = f"this agent does not serve the model {name!r}, but {config.model_name!r}"
+            raise ApiError(404, "model_not_found", message, "model")
         return _json(msgspec.json.encode(card()))
 
     @app.get("/version")

@@ -64,13 +64,14 @@ class TokenizerRelay:
 
         Without a model all of them must serve the same one.
         """
-        nodes = self._fleet.registry.snapshot().nodes
+        snapshot = self._fleet.registry.snapshot()
+        nodes = snapshot.nodes
         served = {node.info.model for node in nodes}
         if model is None and len(served) > 1:
             raise InvalidRequest("several models are served: say which", param="model")
         # Before any agent has registered, no model can be called unknown.
         if model is not None and served and model not in served:
-            raise ModelNotFound(f"no agent serves this model: {model!r}", param="model")
+            raise ModelNotFound(model, snapshot.served())
         ready = [
             node.info
             for node in nodes

@@ -255,7 +255,7 @@ class Exchange:
             if self._log.trace is not None:
                 self._log.trace.queued(asked_at)
         if reservation is NoPair.UNKNOWN_MODEL:
-            raise ModelNotFound(f"{reservation.value}: {model!r}", param="model")
+            raise ModelNotFound(model, context.fleet.registry.snapshot().served())
         if isinstance(reservation, NoPair):
             raise context.fleet.no_agent(reservation, model)
         return reservation

@@ -133,6 +133,14 @@ class Snapshot:
         kept = tuple(nodes)
         return cls(kept, Pairing([node.info for node in kept]), frozenset(models))
 
+    def served(self) -> set[str]:
+        """Return the names of the models that ready agents serve."""
+        return {
+            node.info.model
+            for node in self.nodes
+            if node.state is NodeState.READY and node.info.dialect in DIALECTS
+        }
+
     def up(self, leg: Leg) -> list[int]:
         """Return the positions in `nodes` of the agents that serve the leg now."""
         return [position for position, node in enumerate(self.nodes) if node.serves(leg)]

@@ -97,7 +97,7 @@ async def test_the_page_shows_the_cluster_live(start_cluster: StartCluster, tmp_
         probed = await page.evaluate(row)
         assert "trusted" in probed and "→" in probed
 
-        message = "no agent serves this model: 'unheard-of'"
+        message = "no agent serves this model: 'unheard-of'; models served now: 'ferry-tiny'"
         assert message in await page.evaluate("document.querySelector('#failures tbody').textContent")
         top = "document.getElementById('errors').getBoundingClientRect().top"
         assert await page.evaluate(top) < 300, "errors are seen without scrolling"

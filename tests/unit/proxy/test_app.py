@@ -317,6 +317,20 @@ async def test_models_are_those_of_ready_agents(stage: Stage) -> None:
     assert page["object"] == "list" and page["data"][0]["object"] == "model"
 
 
+async def test_an_unknown_model_is_answered_with_those_that_are_served(stage: Stage) -> None:
+    await stage.pair()
+    await stage.agent("both", model="second")
+    await stage.agent("both", model="not yet", overrides={"state": "starting"})
+    said = "no agent serves this model: 'unheard-of'; models served now: 'second', 'stand-in'"
+    url = f"{stage.proxy.url}/v1/models/unheard-of"
+    for path, body in (("v1/completions", BODY), ("v1/chat/completions", CHAT), ("tokenize", BODY)):
+        asked = {**body, "model": "unheard-of"}
+        async with stage.http.post(f"{stage.proxy.url}/{path}", json=asked) as response:
+            assert (response.status, (await response.json())["error"]["message"]) == (404, said)
+    async with stage.http.get(url) as response:
+        assert (response.status, (await response.json())["error"]["message"]) == (404, said)
+
+
 async def test_health_ready_and_nodes(stage: Stage) -> None:
     async with stage.http.get(f"{stage.proxy.url}/health") as response:
         assert response.status == 200

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from kvferry.proxy.errors import MAX_AGENT_MESSAGE_CHARS, AgentRejected, agent_error
+from kvferry.proxy.errors import MAX_AGENT_MESSAGE_CHARS, AgentRejected, ModelNotFound, agent_error
 
 INVALID = {
     "type": "int_parsing",
@@ -54,3 +54,10 @@ def test_a_body_without_an_error_has_none(body: object) -> None:
 def test_long_words_are_shortened() -> None:
     error = agent_error(json.dumps({"detail": "a" * 10**5}).encode())
     assert error is not None and len(error.message) == MAX_AGENT_MESSAGE_CHARS
+
+
+def test_an_unknown_model_is_answered_with_the_first_models_only() -> None:
+    served = [f"model-{number:02}" for number in range(20)]
+    error = ModelNotFound("x", reversed(served))
+    assert str(error).endswith(f"served now: {', '.join(map(repr, served[:10]))}, …")
+    assert str(ModelNotFound("x", ())).endswith("served now: none")

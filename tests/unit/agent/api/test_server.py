@@ -653,6 +653,8 @@ async def test_bad_input_gets_its_status_and_openais_error_shape(
     got, answer, _ = await agent.post(path, body)
     assert (got, answer["error"]["param"]) == (status, param)
     assert set(answer["error"]) == {"message", "type", "param", "code"}
+    if param == "model":
+        assert answer["error"]["message"] == "this agent does not serve the model 'other', but 'tiny'"
 
 
 @pytest.mark.parametrize(
