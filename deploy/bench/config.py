@@ -101,7 +101,7 @@ class BenchConfig:
         requests: Number of requests to each server at each level, divided among the rounds; of a trace the
             first ones, and each round replays the next part of them.
         rounds: In each round every server gets its part of the requests, one server after the other; the next
-            round begins with the next server.
+            round begins with the next server. There are no more rounds than requests.
         warmup: Requests to each server before anything is measured.
         prompt_tokens: Length of the prompts: N, LOW:HIGH (any length between, equally often), or several of
             these with commas. Prompts are random words, no two alike.
@@ -164,8 +164,8 @@ class BenchConfig:
                 raise ValueError(f"{name} must be greater than 0, got {value}")
         if not 1 <= self.requests <= MAX_REQUESTS:
             raise ValueError(f"requests must be 1 to {MAX_REQUESTS}, got {self.requests}")
-        if not 1 <= self.rounds <= self.requests:
-            raise ValueError(f"rounds must be 1 to the number of requests, got {self.rounds}")
+        if self.rounds < 1:
+            raise ValueError(f"rounds must be at least 1, got {self.rounds}")
         if self.warmup < 0:
             raise ValueError(f"warmup must not be negative, got {self.warmup}")
         check_files(self, ("key", "ca", "trace"))
@@ -191,6 +191,10 @@ class BenchConfig:
     @property
     def targets(self) -> tuple[Target, ...]:
         return tuple(_target(words) for words in self.server or (DEFAULT_SERVER,))
+
+    @property
+    def num_rounds(self) -> int:
+        return min(self.rounds, self.requests)
 
     @property
     def levels(self) -> tuple[Level, ...]:

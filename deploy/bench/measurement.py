@@ -95,7 +95,7 @@ async def _measure_level(
     workload: Workload, clients: list[BenchClient], level: Level, show: Callable[[str], None]
 ) -> LevelResult:
     rounds: dict[str, list[BenchRound]] = {client.target.name: [] for client in clients}
-    num_rounds = workload.config.rounds
+    num_rounds = workload.config.num_rounds
     for number in range(num_rounds):
         for at in range(len(clients)):
             server = (number + at) % len(clients)

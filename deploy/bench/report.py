@@ -21,6 +21,8 @@ from kvferry.deploy.bench.measurement import BenchResult, BenchRound, LevelResul
 MOST_FAILURES = 5
 LATE_MS = 50.0
 """The generator itself is too slow when it sends later than that."""
+TOGETHER = 0.1
+"""The report says so if a larger share of the events came together with the one before."""
 LATENCIES = {"ttft_ms": "TTFT ms", "tpot_ms": "TPOT ms", "itl_ms": "ITL ms", "e2e_ms": "end to end ms"}
 
 
@@ -140,12 +142,17 @@ def tables(config: BenchConfig, result: BenchResult) -> RenderableType:
 
 def _level_tables(config: BenchConfig, result: LevelResult) -> list[RenderableType]:
     found = summaries(result, config.objectives)
-    parts: list[RenderableType] = [
-        f"\n{result.level}, {config.requests} requests in {config.rounds} rounds\n"
-    ]
+    size = f"{_counted(config.requests, 'request')} in {_counted(config.num_rounds, 'round')}"
+    parts: list[RenderableType] = [f"\n{result.level}, {size}\n"]
     parts += [_totals_table(found, config.objectives), "", _latency_table(config, result, found)]
     for name, summary in found.items():
         parts += [f"{name}: {number} failed: {reason}" for reason, number in summary.failures.items()]
+        gaps = latencies_s(answered(result.rounds[name]))["itl_ms"]
+        if (together := gaps.count(0.0)) > TOGETHER * len(gaps):
+            parts.append(
+                f"{name}: {100 * together / len(gaps):.0f} % of the events came together with the one "
+                "before, which ITL counts as 0 ms; TPOT is the mean time per token"
+            )
         if (summary.sent_late_p99_ms or 0.0) > LATE_MS:
             parts.append(
                 f"{name}: kvferry bench sent requests up to {summary.sent_late_p99_ms:.0f} ms late (p99): "
@@ -175,7 +182,7 @@ def _latency_table(config: BenchConfig, result: LevelResult, found: dict[str, Su
     """One row for each latency of each server; with several servers also what it is of the first's."""
     table = _table("", "server", "mean", "p50", "p90", "p99", "max")
     compared = len(found) > 1
-    if config.rounds > 1:
+    if config.num_rounds > 1:
         table.add_column("p50 of the rounds", justify="right")
     if compared:
         table.add_column("p50 ratio", justify="right")
@@ -186,7 +193,7 @@ def _latency_table(config: BenchConfig, result: LevelResult, found: dict[str, Su
             values, base = summary.latency(latency), first.latency(latency)
             cells = [title if summary is first else "", name]
             cells += map(_number, msgspec.structs.astuple(values)) if values else ["-"] * 5
-            if config.rounds > 1:
+            if config.num_rounds > 1:
                 cells.append(_range(result.rounds[name], result.level, config.objectives, latency))
             if compared:
                 cells += _ratios(values, base)
@@ -247,6 +254,10 @@ def _table(*columns: str) -> Table:
         is_name = number == 0 or column == "server"
         table.add_column(column, justify="left" if is_name else "right", overflow="fold")
     return table
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _mean(values: Iterable[int | None]) -> float | None:

@@ -123,7 +123,7 @@ def longest(config: BenchConfig, trace: Sequence[SizedArrival]) -> tuple[int, in
 
 def round_size(config: BenchConfig, round_number: int) -> int:
     """Return the number of requests to each target in a round: those of the level divided evenly."""
-    size, left = divmod(config.requests, config.rounds)
+    size, left = divmod(config.requests, config.num_rounds)
     return size + (round_number < left)
 
 

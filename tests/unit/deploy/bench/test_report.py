@@ -98,6 +98,15 @@ def test_the_tables_say_what_was_found() -> None:
     assert "one: 1 failed: HTTP 429: full" in lines
 
 
+def test_events_that_come_together_are_named_where_their_latency_is_shown() -> None:
+    rounds = [BenchRound(1.0, [seen(0.1, 0.2, 0.2, 0.2, 0.3)])]
+    result = BenchResult({"one": "m"}, [LevelResult(LEVEL, {"one": rounds})])
+    text = shown(BenchConfig(requests=1), result)
+    assert "2 in flight, 1 request in 1 round\n" in text
+    assert "one: 50 % of the events came together with the one before, which ITL counts as 0 ms" in text
+    assert "came together" not in shown(BenchConfig(), RESULT)
+
+
 def test_a_generator_that_is_late_says_so() -> None:
     late = Observation(due_s=1.0, sent_s=1.2, events_s=[0.1], end_s=0.1)
     level = Level("rate", 5)

@@ -85,6 +85,7 @@ def test_options_of_a_trace(options: dict[str, Any], says: str) -> None:
 def test_the_rounds_have_all_requests() -> None:
     config = BenchConfig(requests=11, rounds=3)
     assert [round_size(config, number) for number in range(3)] == [4, 4, 3]
+    assert BenchConfig(requests=1).num_rounds == 1 and round_size(BenchConfig(requests=1), 0) == 1
 
 
 @pytest.mark.parametrize("longest", [16, 100, 8000])
