@@ -107,6 +107,16 @@ def decode_body(sub: SubRequest, params: dict[str, Any] | None) -> bytes:
     return msgspec.json.encode(sub.body | fetch)
 
 
+def leased_body(sub: SubRequest, params: dict[str, Any] | None) -> bytes:
+    """The same where the KV may be another prompt's by the time it is read.
+
+    A decode server keeps what it read in its prefix cache, though the proxy discards the response. A salt of
+    this attempt alone keeps that from its retry and from other requests.
+    """
+    fetch = {} if params is None else {"kv_transfer_params": params, "cache_salt": sub.transfer_id}
+    return msgspec.json.encode(sub.body | fetch)
+
+
 def read_prefill(raw: bytes) -> VllmPrefill:
     """Parse a prefill server's response. Raises `BadResponse`."""
     try:

@@ -113,7 +113,8 @@ class VllmMoriio(vllm.VllmDialect):
     ) -> LegRequest:
         """READ: the prefill's params verbatim. WRITE: what can be known before its response."""
         params: dict[str, Any] | None
-        if self.leg_order(endpoints, kv_endpoint) is LegOrder.CONCURRENT:
+        is_write = self.leg_order(endpoints, kv_endpoint) is LegOrder.CONCURRENT
+        if is_write:
             params = vllm.FETCH | {
                 "remote_engine_id": None,
                 "remote_block_ids": None,
@@ -125,9 +126,8 @@ class VllmMoriio(vllm.VllmDialect):
         if params is not None:
             sizes = {"remote_dp_size": endpoints.prefill.dp_size, "remote_tp_size": endpoints.prefill.tp_size}
             params = params | sizes
-        return make_leg(
-            sub, endpoints.decode_rank, vllm.decode_body(sub, params), request_id=_request_id(sub, endpoints)
-        )
+        body = vllm.decode_body(sub, params) if is_write else vllm.leased_body(sub, params)
+        return make_leg(sub, endpoints.decode_rank, body, request_id=_request_id(sub, endpoints))
 
 
 def _transfer_id(sub: SubRequest) -> str:

@@ -90,8 +90,11 @@ class VllmNixl(vllm.VllmDialect):
         self, sub: SubRequest, endpoints: Endpoints, prefilled: Prefilled, kv_endpoint: KvEndpoint | None
     ) -> LegRequest:
         """Pull: the prefill's params verbatim. Push: where the decode server is to announce its blocks."""
-        params = prefilled.params if kv_endpoint is None else _push_params(sub, kv_endpoint)
-        return make_leg(sub, endpoints.decode_rank, vllm.decode_body(sub, params))
+        if kv_endpoint is None:
+            body = vllm.leased_body(sub, prefilled.params)
+        else:
+            body = vllm.decode_body(sub, _push_params(sub, kv_endpoint))
+        return make_leg(sub, endpoints.decode_rank, body)
 
 
 def _push_params(sub: SubRequest, kv_endpoint: KvEndpoint) -> dict[str, Any]:

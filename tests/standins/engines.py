@@ -374,6 +374,8 @@ class VllmNixlServer(StandInServer):
 
     dialect: ClassVar[str] = "vllm-nixl"
     pushes: bool = False
+    prefix_cache: dict[tuple[str | None, str], str] = field(default_factory=dict)
+    """The prompt whose KV was read for a prompt with that salt: right or wrong, it is used again."""
 
     async def prefill(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         self.expect_pared_down(body)
@@ -399,7 +401,8 @@ class VllmNixlServer(StandInServer):
             async with asyncio.timeout(PATIENCE_S):
                 while key not in self.fabric.kept:
                     await asyncio.sleep(0.005)
-        drawn.prompts = [self.fabric.read(key)]
+        cached = (body.get("cache_salt"), drawn.prompts[0])
+        drawn.prompts = [self.prefix_cache.setdefault(cached, self.fabric.read(key))]
         drawn.cached = params.get("remote_prefill_cached_tokens", NOT_KNOWN_HERE)
 
 

@@ -44,8 +44,15 @@ pytestmark = MARKS
 Ask = Callable[[dict[str, Any]], Awaitable[str]]
 
 
-@pytest.mark.parametrize("lease_s", [3, 6, 30])
-async def test_no_answer_is_drawn_from_recycled_blocks(lease_s: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("lease_s", "prefix_cache"),
+    [(3, False), (3, True), (6, False), (30, False)],
+    ids=["3", "3, prefix cache", "6", "30"],
+)
+async def test_no_answer_is_drawn_from_recycled_blocks(
+    lease_s: int, prefix_cache: bool, tmp_path: Path
+) -> None:
+    """A prefix cache keeps what the decode server has read, also of answers that the proxy discards."""
     bodies = [
         {"model": MODEL, "prompt": prompt, "temperature": 0, "max_tokens": 16}
         for prompt in late_prompts(TRIALS)
@@ -54,7 +61,7 @@ async def test_no_answer_is_drawn_from_recycled_blocks(lease_s: int, tmp_path: P
         vllm_server(
             "prefill", "kv_producer", tmp_path, lease_s=lease_s, num_blocks=LATE_POOL, max_running=FILLERS
         ) as prefill,
-        vllm_server("decode", "kv_consumer", tmp_path, lease_s=lease_s) as decode,
+        vllm_server("decode", "kv_consumer", tmp_path, lease_s=lease_s, prefix_cache=prefix_cache) as decode,
         session() as http,
     ):
         pair = (prefill, decode)
@@ -62,26 +69,27 @@ async def test_no_answer_is_drawn_from_recycled_blocks(lease_s: int, tmp_path: P
             wanted = [await through(http, url)(body) for body in bodies]
         assert len(set(wanted)) > TRIALS // 2, "prompts of which answers differ"
 
-        async def late(ask: Ask, count: int) -> Counter[str]:
-            """What became of so many late reads."""
+        async def late(ask: Ask, count: int, salt: str) -> Counter[str]:
+            """What became of so many late reads. No other run has left anything under the salt."""
             before = await prefill.sample(http, EXPIRED)
             outcomes: Counter[str] = Counter()
             for first in range(0, count, BATCH):
-                answers = await late_batch(http, pair, lease_s, ask, bodies[first : first + BATCH])
+                asked = [body | {"cache_salt": salt} for body in bodies[first : first + BATCH]]
+                answers = await late_batch(http, pair, lease_s, ask, asked)
                 for answer, right in zip(answers, wanted[first:], strict=False):
                     wrong = answer if answer.startswith("503 ") else "wrong"
                     outcomes["right" if answer == right else wrong] += 1
             assert await prefill.sample(http, EXPIRED) - before >= count, "every lease has expired"
             return outcomes
 
-        control = await late(by_hand(http, pair), TRIALS)
+        control = await late(by_hand(http, pair), TRIALS, "alone")
         print(f"lease {lease_s} s, vLLM alone: {dict(control)}", flush=True)
         assert control["wrong"] >= WRONG_ALONE
         flags = {"unset": (), "too long": (str(10 * lease_s),), "right": (str(lease_s),)}
         for name, value in flags.items():
             words = [word for each in value for word in ("--nixl-lease-s", each)]
             async with proxy(pair, tmp_path, name.replace(" ", "-"), *words) as url:
-                outcomes = await late(through(http, url), TRIALS)
+                outcomes = await late(through(http, url), TRIALS, name)
             print(f"lease {lease_s} s, --nixl-lease-s {name}: {dict(outcomes)}", flush=True)
             assert outcomes.total() == TRIALS and not outcomes["wrong"]
 
