@@ -91,7 +91,7 @@ REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = MappingProxyType(
         "return_token_offsets": (_HIDDEN, (False,)),
         "routed_dp_rank": (_ROUTING, ()),
         "routed_experts_start_len": (_HIDDEN, (0,)),
-        "session_id": ("a session is named by a header (docs/dialects/README.md)", ()),
+        "session_id": ("a session is named by the header X-Session-Id", ()),
         "session_params": (_ROUTING, ()),
         "spaces_between_special_tokens": ("fast tokenizers have no such choice", (True,)),
         "steer_vector_request": (_PLUGIN, ()),

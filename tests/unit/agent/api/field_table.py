@@ -22,13 +22,13 @@ _OURS = frozenset({"kv_transfer_params", "resume", "kvferry_token_lines", "kvfer
 
 def rendered() -> str:
     completion, chat = HONOURED[CompletionBody] - _OURS, HONOURED[ChatBody] - _OURS
-    lines = ["Honoured:", ""]
+    lines = ["Supported:", ""]
     lines.append(f"- by both endpoints: {_names(completion & chat)}")
     lines.append(f"- by `/v1/completions` alone: {_names(completion - chat)}")
     lines.append(f"- by `/v1/chat/completions` alone: {_names(chat - completion)}")
-    lines += ["", "| harmless | since |", "|---|---|"]
+    lines += ["", "| accepted, without effect | because |", "|---|---|"]
     lines += [f"| `{name}` | {why} |" for name, why in sorted(HARMLESS.items())]
-    lines += ["", "| refused | since | but for |", "|---|---|---|"]
+    lines += ["", "| refused | because | except for |", "|---|---|---|"]
     for name, (why, neutral) in sorted(REFUSED.items()):
         values = ", ".join(dict.fromkeys(f"`{json.dumps(each)}`" for each in neutral))
         lines.append(f"| `{name}` | {why} | {values} |")
