@@ -37,7 +37,7 @@ async def main(options: argparse.Namespace) -> int:
     random.seed(options.seed)
     options.out.mkdir(parents=True, exist_ok=True)
     options.logs.mkdir(parents=True, exist_ok=True)
-    (options.out / "facts.json").write_text(json.dumps(_facts(), indent=1) + "\n")
+    _note_facts(options.out / "facts.json")
     prompts = questions()
     references, failed = await _references(options, prompts), False
     for name in options.system:
@@ -62,11 +62,16 @@ async def main(options: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _facts() -> dict[str, str]:
-    """Versions of all that is installed; of what several have, vLLM's."""
+def _note_facts(path: Path) -> None:
+    """Note today's versions of all that is installed, beside those of other days; of what several have,
+    vLLM's.
+    """
     router = Path(RIVALS["vllm-router"][0]).with_name("python")
     pythons = [python for python in (router, SGLANG_PYTHON, VLLM_PYTHON) if python.exists()]
-    return dict(fact for python in pythons for fact in facts(str(python)).items())
+    found = dict(fact for python in pythons for fact in facts(str(python)).items())
+    days = json.loads(path.read_text()) if path.exists() else {}
+    days[found.pop("date")] = found
+    path.write_text(json.dumps(days, indent=1) + "\n")
 
 
 def _missing(options: argparse.Namespace, system: str, fault: str) -> int:
@@ -100,7 +105,8 @@ async def _measure(
         left = await pair.left()
         moved = await pair.moved() - moved
         recovered = await pair.recovers()
-        line = {"results": results, "left": left, "moved": moved, "recovered": recovered}
+        date = datetime.date.today().isoformat()
+        line = {"date": date, "results": results, "left": left, "moved": moved, "recovered": recovered}
         with cell_file(options.out, name, fault_name).open("a") as file:
             file.write(json.dumps(line, separators=(",", ":")) + "\n")
         counts = {

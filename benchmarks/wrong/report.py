@@ -18,11 +18,12 @@ _SHOWN = 5
 
 @dataclass(slots=True)
 class Cell:
-    """One system under one fault. `left`: the most blocks after a wave. `anew`: how often it was started
-    again, for it answered no more.
+    """One system under one fault. `dates`: of its waves, in order. `left`: the most blocks after a wave.
+    `anew`: how often it was started again, for it answered no more.
     """
 
     results: list[Result] = field(default_factory=list)
+    dates: list[str] = field(default_factory=list)
     left: int = 0
     moved: int = 0
     anew: int = 0
@@ -44,6 +45,8 @@ def read_cell(directory: Path, system: str, fault: str) -> Cell:
     for line in path.read_text().splitlines() if path.exists() else ():
         wave = json.loads(line)
         cell.results += [Result(number, Outcome(word), *rest) for number, word, *rest in wave["results"]]
+        if wave["date"] not in cell.dates:
+            cell.dates.append(wave["date"])
         cell.left = max(cell.left, wave["left"])
         cell.moved += wave["moved"]
         cell.anew += not wave["recovered"]
@@ -58,9 +61,10 @@ def write_page(directory: Path) -> None:
         for fault in FAULTS
         if (cell := read_cell(directory, system, fault)).results
     }
-    facts = json.loads((directory / "facts.json").read_text())
-    about = ", ".join(f"{name} {value}" for name, value in facts.items())
-    page = ["# Wrong answers per 1,000 requests under faults, one run", f"`make bench-wrong`: {about}."]
+    page = ["# Wrong answers per 1,000 requests under faults, one run"]
+    for day, facts in json.loads((directory / "facts.json").read_text()).items():
+        about = ", ".join(f"{name} {value}" for name, value in facts.items())
+        page.append(f"`make bench-wrong` on {day}: {about}.")
     page += [wrong_table(cells), _whole_table(cells), _errors(cells)]
     (directory / "README.md").write_text("\n\n".join(page) + "\n")
 
@@ -81,22 +85,19 @@ def wrong_table(cells: dict[tuple[str, str], Cell]) -> str:
 def _whole_table(cells: dict[tuple[str, str], Cell]) -> str:
     columns = (Outcome.WRONG, Outcome.ERROR, Outcome.UNTYPED, Outcome.HUNG)
     names = ("wrong with 200", "typed error", "other error", "hung")
-    rows = [["fault", "system", "requests", "right", *names, "blocks left", "KV moved", "started anew"]]
+    rows = [
+        ["fault", "system", "requests", "right", *names, "blocks left", "KV moved", "started anew", "date"]
+    ]
     for fault in FAULTS:
         for system in SYSTEMS:
             if cell := cells.get((system, fault)):
                 right = cell.count(Outcome.RIGHT) + cell.count(Outcome.TIE)
                 shares = [_share(cell, outcome) for outcome in columns]
-                figures = [
-                    len(cell.results),
-                    _per_1000(right, cell),
-                    *shares,
-                    cell.left,
-                    cell.moved,
-                    cell.anew,
-                ]
+                moved = cell.moved if SYSTEMS[system].counts_moves else "–"
+                counts = [cell.left, moved, cell.anew]
+                figures = [len(cell.results), _per_1000(right, cell), *shares, *counts, ", ".join(cell.dates)]
                 rows.append([FAULTS[fault].title, SYSTEMS[system].title, *map(str, figures)])
-    return "Per 1,000 requests, but for the last three columns:\n\n" + _table(rows)
+    return "Per 1,000 requests, but for the last four columns:\n\n" + _table(rows)
 
 
 def _errors(cells: dict[tuple[str, str], Cell]) -> str:

@@ -71,6 +71,11 @@ class System:
         return self.connector == "kvferry" and not self.kv_fault
 
     @property
+    def counts_moves(self) -> bool:
+        """SGLang's decode servers do not count what they fetch. They compute no prompt themselves."""
+        return self.engine != "sglang"
+
+    @property
     def is_installed(self) -> bool:
         return {"vllm": VLLM_PYTHON, "sglang": SGLANG_PYTHON, "agents": Path(sys.executable)}[
             self.engine
@@ -251,13 +256,13 @@ class Pair:
         return found
 
     async def moved(self) -> int:
-        """Prompts whose KV the decode server has fetched since its start."""
+        """Prompts whose KV the decode server has fetched since its start; 0 where it does not count them."""
         names = (
             "vllm:kvferry_transfers_total",
             "vllm:nixl_xfer_time_seconds_count",
             "kvferry_transfer_pulls_total",
         )
-        if not self.servers["decode"].runs:
+        if not (self._system.counts_moves and self.servers["decode"].runs):
             return 0
         page = await scrape(self.servers["decode"].url)
         return int(sum(total(page, name) for name in names if is_shown(page, name)))

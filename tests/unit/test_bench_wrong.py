@@ -64,17 +64,29 @@ async def test_what_becomes_of_a_request(status: int, text: str, stream: bool, o
 
 
 def test_the_page_counts_per_1000_requests_over_all_waves(tmp_path: Path) -> None:
-    (tmp_path / "facts.json").write_text('{"vllm": "0.32.0"}')
+    (tmp_path / "facts.json").write_text('{"2026-11-26": {"vllm": "0.32.0"}}')
     waves = [
         {"results": [[0, "right", 0.1], [1, "wrong", 0.1, "9"]], "left": 0, "moved": 2, "recovered": True},
         {"results": [[2, "hung", 60], [3, "tie", 0.1, "8"]], "left": 7, "moved": 1, "recovered": False},
     ]
+    waves = [{"date": f"2026-11-2{day}", **wave} for day, wave in enumerate(waves, 6)]
     cell_file(tmp_path, "kvferry", "flip").write_text("".join(f"{json.dumps(wave)}\n" for wave in waves))
     cell = read_cell(tmp_path, "kvferry", "flip")
     assert (cell.count(Outcome.WRONG), cell.left, cell.moved, cell.anew) == (1, 7, 3, 1)
     write_page(tmp_path)
     [row] = [line for line in (tmp_path / "README.md").read_text().splitlines() if "| 7 |" in line]
-    assert row.split(" | ")[2:] == ["4", "500", "250", "0", "0", "250", "7", "3", "1 |"]
+    assert row.split(" | ")[2:] == [
+        "4",
+        "500",
+        "250",
+        "0",
+        "0",
+        "250",
+        "7",
+        "3",
+        "1",
+        "2026-11-26, 2026-11-27 |",
+    ]
 
 
 def test_the_page_of_docs_has_the_tables_of_its_run() -> None:
