@@ -39,37 +39,37 @@ class AgentConfig(ServerOptions, PlaneOptions, HttpOptions, TraceOptions, LogOpt
             Hugging Face cache on this machine.
         dtype: Element type of weights and KV; auto is float32 on CPU and the checkpoint's own on CUDA.
         load_format: safetensors reads the checkpoint; dummy makes random weights from its config.
-        self_check: Compare the model with transformers' own forward on CPU before the start; auto does so for
-            architectures that are not in the table of docs/models.md.
-        generation_config: auto takes the sampling settings that a request leaves out from the checkpoint's
-            generation_config.json; none takes OpenAI's defaults.
-        max_model_len: Longest prompt plus answer, in tokens; the checkpoint's own limit when not given.
+        self_check: Compare the model with transformers' own forward pass on CPU before the start; auto does
+            so for architectures that are not in the table of docs/models.md.
+        generation_config: Default sampling settings of requests: auto uses the checkpoint's
+            generation_config.json; none uses OpenAI's defaults.
+        max_model_len: Longest prompt plus answer, in tokens. Default: the checkpoint's own limit.
 
     Engine:
-        engine: What computes: kvferry's own engine; vllm or sglang, a server of that engine, which has other
-            options (--engine vllm --help); or auto, which takes vllm where it is installed and finds a GPU,
-            and says why. It must be given on the command line.
+        engine: kvferry's own engine; vllm or sglang, a server of that engine, which has other options
+            (--engine vllm --help); or auto, which uses vllm if it is installed and finds a GPU, and prints
+            the reason. It must be given on the command line.
         device: Where the model runs: cpu; cuda, one GPU per rank from GPU 0 on; or cuda:N, from GPU N on.
         block_size: Tokens per KV block.
-        kv_blocks: KV blocks in the pool; when not given, enough for 16 sequences of max_model_len on CPU.
+        kv_blocks: KV blocks in the pool. Default on CPU: enough for 16 sequences of max_model_len.
         prefill_chunk: Prompt tokens computed per step; chunks end at absolute multiples of it.
-        max_batch_tokens: Most tokens in one step.
-        prefix_cache: Reuse blocks of prompts that begin alike.
+        max_batch_tokens: Maximum number of tokens in one step.
+        prefix_cache: Reuse the blocks of prompts with the same beginning.
         threads: Compute threads per rank; 0 divides the cores among the ranks of this agent.
 
     KV transfer:
-        transfer: KV transfer backend; auto takes the best that works with the peer.
+        transfer: KV transfer backend; auto uses the best that works with the peer.
         verify_kv: Checksum every KV block that is transferred. Both servers of a transfer need it.
 
     Limits:
-        max_num_seqs: Most sequences that run at once.
+        max_num_seqs: Maximum number of sequences that run at once.
 
     Security:
-        allowed_hosts: Without cluster_key, further names by which this agent may be called, as
+        allowed_hosts: Without cluster_key, further names by which this agent may be called, such as
             agent.example.com, .example.com for all below it, or * for any. Addresses, this machine's name,
             `host`, `advertise_host` and names that no web site has (without a dot; .localhost, .local,
-            .internal) always may.
-        trust_request_chat_template: Let requests bring a chat_template, which can take any amount of work.
+            .internal) are always allowed.
+        trust_request_chat_template: Allow chat_template in requests, which can use any amount of CPU time.
 
     Logs:
         log_prompts: Write the beginning of every prompt to the log, with the request's line.

@@ -357,7 +357,10 @@ class CommandParser(argparse.ArgumentParser):
             help="File that holds the operator's key, if the proxy has one.",
         )
         self.add_argument(
-            "--ca", type=readable_file, metavar="FILE", help=f"PEM file of who signed {signed}."
+            "--ca",
+            type=readable_file,
+            metavar="FILE",
+            help=f"PEM file of the authority that signed {signed}.",
         )
 
     def read(self, argv: Sequence[str]) -> argparse.Namespace:

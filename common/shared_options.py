@@ -50,7 +50,7 @@ class LogOptions:
 
     Logs:
         log_level: Least severe log line written.
-        log_format: text, or json for one JSON object a line.
+        log_format: text, or json for one JSON object per line.
     """
 
     log_level: LogLevel = "info"
@@ -62,8 +62,8 @@ class TraceOptions:
     """Where a process sends its traces.
 
     Logs:
-        otlp_endpoint: Base URL of an OpenTelemetry collector to which traces are sent by OTLP over HTTP, as
-            http://localhost:4318. Default: as OTEL_EXPORTER_OTLP_ENDPOINT says, else no traces.
+        otlp_endpoint: Base URL of an OpenTelemetry collector to which traces are sent by OTLP over HTTP, such
+            as http://localhost:4318. Default: the value of OTEL_EXPORTER_OTLP_ENDPOINT, or no traces.
     """
 
     otlp_endpoint: str | None = None

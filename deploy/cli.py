@@ -34,7 +34,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "plan": (
         "kvferry.deploy.plan.command:main",
-        "predict what splits of servers, and a choice for each request, would make of a load",
+        "predict how splits of servers, and a choice for each request, would handle a load",
     ),
     "down": ("kvferry.deploy.ray.down:main", "stop the agents that kvferry up --on ray has started"),
     "drain": ("kvferry.deploy.drain:main", "let an agent finish its requests, and stop"),
@@ -45,7 +45,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "completion": (
         "kvferry.deploy.completion:main",
-        "print what makes bash, zsh or fish complete commands and options",
+        "print the script with which bash, zsh or fish completes commands and options",
     ),
 }
 INTERRUPTED = 130

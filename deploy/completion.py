@@ -49,7 +49,7 @@ ENGINES = {
 def build_parser() -> CommandParser:
     parser = CommandParser(
         "kvferry completion",
-        "Print what makes a shell complete kvferry's commands and options. In ~/.bashrc: "
+        "Print the script with which a shell completes kvferry's commands and options. In ~/.bashrc: "
         'eval "$(kvferry completion bash)"; in ~/.zshrc, after compinit: eval "$(kvferry completion zsh)"; '
         "for fish: kvferry completion fish > ~/.config/fish/completions/kvferry.fish",
     )

@@ -74,11 +74,11 @@ CHOSEN: dict[str, frozenset[str]] = {
 }
 """Options of each part that `kvferry up` sets itself."""
 _OF_PARTS = (
-    "Any option of the processes can be given behind the name of a part: --agent.lease-s 5 is for all "
+    "To set an option of a process, prefix it with the name of a part: --agent.lease-s 5 is for all "
     "agents, --decode.kv-blocks 500 for those of a role, "
     "--proxy.decode-policy session for the proxy. With --engine vllm, --vllm.max-model-len 8192 is for "
-    "vLLM itself, in all servers; --sglang.page-size 16 is SGLang's. In the YAML file of --config they are "
-    "sections: `agent: {lease-s: 5}`; a role's `count` is its number of agents."
+    "vLLM itself, in all servers; --sglang.page-size 16 is for SGLang. In the YAML file of --config, parts "
+    "are sections: `agent: {lease-s: 5}`; a role's `count` is its number of agents."
 )
 UP = (
     "Start a proxy and its agents, and restart those that exit: on this machine, or with --on ray the "
@@ -99,39 +99,39 @@ class UpConfig(TraceOptions):
             Face too.
 
     Engine:
-        engine: What agents compute with: kvferry's own engine; vllm, servers of vLLM with our connector;
-            sglang, servers of SGLang with our plug-in; or auto, which takes vllm where it is installed and
-            finds a GPU, and says why.
+        engine: Engine of the agents: kvferry's own; vllm, vLLM servers with kvferry's connector; sglang,
+            SGLang servers with kvferry's plug-in; or auto, which uses vllm if it is installed and finds a
+            GPU, and prints the reason.
         engine_python: Python of the environment in which vLLM or SGLang and kvferry are installed. Default:
             the Python that runs this command.
-        device: Where the model runs: cpu, or cuda, where each agent has GPUs of its own if there are enough.
-            Default: cpu; for vLLM and SGLang, where they can run here.
+        device: Where the model runs: cpu, or cuda, with separate GPUs for each agent if there are enough.
+            Default: cpu; for vLLM and SGLang, cuda if they find a GPU.
         tp: Tensor-parallel ranks of every agent.
 
     Processes:
         prefill: Number of prefill agents.
         decode: Number of decode agents.
         both: Number of agents that both prefill and decode.
-        on: Where agents run: on this machine, or on the nodes of a Ray cluster, where Ray starts them again
-            elsewhere when their node dies. kvferry down stops them.
-        ray_address: HOST:PORT of the Ray cluster's head; the cluster of this host when not given.
-        ray_namespace: Ray namespace of these agents: another one for each fleet in a Ray cluster.
-        ray_resources: What an agent takes of its node, NAME=AMOUNT, beside a CPU and, with device cuda, a GPU
-            per rank; CPU=AMOUNT for another number of CPUs.
+        on: Where agents run: on this machine, or on the nodes of a Ray cluster, where Ray restarts them
+            elsewhere if their node dies. kvferry down stops them.
+        ray_address: HOST:PORT of the Ray cluster's head. Default: the cluster of this host.
+        ray_namespace: Ray namespace of these agents; each fleet in a Ray cluster needs another one.
+        ray_resources: Resources that an agent uses on its node, NAME=AMOUNT, besides a CPU and, with device
+            cuda, a GPU per rank; CPU=AMOUNT sets another number of CPUs.
 
     Network:
-        host: Address that the proxy binds, and the agents too unless it stands for all addresses.
+        host: Address that the proxy binds, and the agents too unless it means all addresses.
         port: HTTP port of the proxy.
-        discovery_port: Port at which agents announce themselves to the proxy.
+        discovery_port: Port at which agents register with the proxy.
 
     KV transfer:
-        transfer: KV transfer backend; auto takes the best that works between two agents.
+        transfer: KV transfer backend; auto uses the best that works between two agents.
 
     Logs:
         log_dir: Folder for one log file per process.
-        log_format: Format of these logs: text, or json for one JSON object a line.
-        otlp_endpoint: Base URL of an OpenTelemetry collector to which all processes send traces, but for
-            vLLM's and SGLang's, which have options of their own.
+        log_format: Format of these logs: text, or json for one JSON object per line.
+        otlp_endpoint: Base URL of an OpenTelemetry collector to which all processes send traces, except
+            vLLM's and SGLang's, which have their own options.
     """
 
     model: str = "ferry-tiny"

@@ -37,9 +37,9 @@ class ProxyConfig(HttpOptions, TraceOptions, LogOptions):
     """Settings of one proxy.
 
     Processes:
-        workers: Processes that serve clients on that port, each with queues and limits of its own; with 1,
-            one process does everything.
-        cluster_name: What operators call this cluster, in the title of `/ui`. Default: this machine's name.
+        workers: Processes that serve clients on the port, each with its own queues and limits; with 1, one
+            process does everything.
+        cluster_name: Name of this cluster, in the title of `/ui`. Default: this machine's name.
 
     Network:
         host: Address that the HTTP server and discovery bind.
@@ -49,25 +49,26 @@ class ProxyConfig(HttpOptions, TraceOptions, LogOptions):
         decode: Decode server of another engine, in the same form.
         dialect: Dialect of the servers for which none is given.
         nodes: YAML file that lists servers of other engines.
-        cors_origins: Origins whose web pages may call the API, as https://chat.example.com, or * for all.
-            Default: none but the proxy's own.
-        allow_fields: Fields of requests that clients may send to servers of other engines beside those that
-            docs/dialects/README.md lists, as priority. An engine may read ranks, ids and code from fields.
-        max_connections: Maximum of open connections, over all agents.
+        cors_origins: Origins whose web pages may call the API, such as https://chat.example.com, or * for
+            all. Default: only the proxy's own.
+        allow_fields: Fields of requests that clients may send to servers of other engines besides those that
+            docs/dialects/README.md lists, such as priority. An engine may read ranks, ids and code from
+            fields.
+        max_connections: Maximum number of open connections to all agents.
 
     Routing:
         retries: How often a request is retried on another pair when an agent is lost before its first event;
             2 covers the loss of a prefill and then of a decode agent.
         migrations: How often a stream that breaks later is continued on another pair.
-        prefill_policy: Policy for choosing among prefill agents; least_work takes the one where a request and
-            those that it delays take the least time, by what agents have measured, and equals in turn.
+        prefill_policy: Policy for choosing among prefill agents; least_work chooses the agent where a request
+            and those that it delays take the least time, as measured by the agents, and equals in turn.
         decode_policy: Policy for choosing among decode agents.
         split_min_tokens: Requests with fewer uncached prompt tokens than this (an estimate) are served by one
             decode agent alone; 0 splits every request. With auto and the policies least_work, an agent of
-            role both serves a request alone where that takes less time.
+            role both serves a request alone if that takes less time.
         ttft_objective_s: Objective for the time to the first token, in seconds, of requests without the
-            header x-slo-ttft-ms. least_work takes agents that are predicted to keep it, if there are any.
-            Slower streams are counted, and the alerts of deploy/monitoring go by that. Requests with
+            header x-slo-ttft-ms. least_work chooses agents that are predicted to keep it, if there are any.
+            Slower streams are counted, and the alerts of deploy/monitoring use this count. Requests with
             x-slo-reject: true that would miss it are rejected with 429.
         tpot_objective_s: The same for the mean time per token; the header is x-slo-tpot-ms.
         stream_pull_min_tokens: The KV of prompts with at least this many uncached tokens (an estimate) is
@@ -76,7 +77,7 @@ class ProxyConfig(HttpOptions, TraceOptions, LogOptions):
             pulls their KV from an agent that has decoded them (the earlier turns of a conversation), rather
             than compute them again; 0 disables this.
         decode_only_fallback: While no prefill agent of a model is ready, let its decode agents serve requests
-            alone and compute the prompts too, where their engine can; without it such requests fail with 503.
+            alone and compute the prompts too, if their engine can; without it such requests fail with 503.
         breaker_failures: Consecutive failures that open an agent's circuit breaker.
         breaker_pause_s: Seconds before the first probe request to it; doubled after each probe that fails.
 
@@ -84,14 +85,14 @@ class ProxyConfig(HttpOptions, TraceOptions, LogOptions):
         canary_interval_s: Seconds between two probes, which compare the answer of a pair with that of its
             decode agent alone. Pairs that differ get no more requests. Default: no probes but those of
             `kvferry canary`.
-        canary_max_share: Maximum of tokens of probes, as a share of the tokens of clients' requests; the
-            first 100,000 tokens do not count.
+        canary_max_share: Maximum number of tokens of probes, as a share of the tokens of clients' requests;
+            the first 100,000 tokens do not count.
 
     KV transfer:
         nixl_lease_s: Seconds that vLLM prefill servers with NixlConnector keep KV for its reader: their
             `kv_lease_duration`. It proves nothing: decode requests that take longer are cancelled.
         moriio_lease_s: The same with MoRIIOConnector in READ mode: their `defer_timeout`. They do not count
-            expired leases, so their responses rest on this number; without it READ mode is not served.
+            expired leases, so their responses depend on this number; without it READ mode is not served.
 
     Timeouts:
         body_timeout_s: Deadline for a client to send a request's head, and then one for its body, in seconds.
@@ -99,26 +100,30 @@ class ProxyConfig(HttpOptions, TraceOptions, LogOptions):
         first_byte_timeout_s: Deadline for a prefill's response or a stream's first event, in seconds.
         idle_timeout_s: Longest time without data within a stream, in seconds.
         total_timeout_s: Deadline for a whole request, in seconds.
-        queue_timeout_s: Longest time in that queue, in seconds; then 429.
+        queue_timeout_s: Longest time that a request waits in the queue, in seconds; then 429.
         keepalive_s: Seconds that an idle connection to an agent stays open.
         client_stall_s: Seconds after which a client that reads nothing, with 64 KiB buffered, is dropped.
         drain_s: Seconds after SIGTERM in which running requests may finish; after Ctrl-C 3 at most. A second
             signal stops the proxy at once.
 
     Limits:
-        prefill_limit: Maximum of requests in flight at one prefill agent. Default: what the agent reports.
-        decode_limit: Maximum of sequences in flight at one decode agent. Default: what the agent reports.
-        queue_limit: Maximum of requests queued for a busy fleet; more are rejected with 429. Waiting requests
-            with a lower x-priority go first, then API keys share by tokens, and earlier deadlines go first.
+        prefill_limit: Maximum number of requests in flight at one prefill agent. Default: what the agent
+            reports.
+        decode_limit: Maximum number of sequences in flight at one decode agent. Default: what the agent
+            reports.
+        queue_limit: Maximum number of requests queued for a busy fleet; more are rejected with 429. Waiting
+            requests with a lower x-priority go first, then API keys share by tokens, and earlier deadlines go
+            first.
 
     Security:
         api_keys: File of the API keys that clients must send, each with its limits (admin, requests=10/s,
             tokens=600000/min, priority=10). Default: no authentication.
         share_prefixes: Let requests of different API keys share cached prefixes of prompts. A client can then
             find out, by the number of cached tokens and by time, which prompts others have sent.
-        allowed_hosts: Without api_keys, further names by which clients may call the proxy, as
+        allowed_hosts: Without api_keys, further names by which clients may call the proxy, such as
             proxy.example.com, .example.com for all below it, or * for any. Addresses, this machine's name,
-            `host` and names that no web site has (without a dot; .localhost, .local, .internal) always may.
+            `host` and names that no web site has (without a dot; .localhost, .local, .internal) are always
+            allowed.
         allow_address: Networks (CIDR), addresses and host names that agents may have, separated by commas;
             registrations from others are rejected. Default: any.
         cluster_key: File made by `kvferry keygen`; with it, only agents with the same key may register.

@@ -46,7 +46,7 @@ WRITTEN = "This page is written by `make reference` from the code; a test compar
 SETTINGS: dict[str, tuple[type[Any], str]] = {
     "kvferry up, kvferry serve": (
         UpConfig,
-        "Any option of the processes can be given behind the name of a part: `--agent.NAME`, "
+        "To set an option of a process, prefix it with the name of a part: `--agent.NAME`, "
         "`--prefill.NAME`, `--decode.NAME`, `--both.NAME`, `--proxy.NAME`. With `--engine vllm`, agents "
         "have the options of `kvferry agent --engine vllm`, and `--vllm.NAME` is for vLLM itself. "
         "`kvferry serve MODEL` is "
@@ -57,11 +57,11 @@ SETTINGS: dict[str, tuple[type[Any], str]] = {
     "kvferry agent --attach URL": (SidecarConfig, "Announces a running server of another engine."),
     "kvferry agent --engine vllm": (
         VllmEngineConfig,
-        "Starts a vLLM server with our connector; what follows `--` is for vLLM.",
+        "Starts a vLLM server with kvferry's connector; what follows `--` is for vLLM.",
     ),
     "kvferry agent --engine sglang": (
         SglangEngineConfig,
-        "Starts an SGLang server with our transfer plane inside; what follows `--` is for SGLang.",
+        "Starts an SGLang server with kvferry's transfer plug-in; what follows `--` is for SGLang.",
     ),
     "kvferry bench": (BenchConfig, "[How it measures](../bench.md)."),
     "kvferry plan": (PlanConfig, "[How to use it](../deploy/sizing.md#splits)."),
@@ -86,11 +86,11 @@ def cli_page() -> str:
     lines += [f"| `kvferry {name}` | {what} |" for name, (_, what) in COMMANDS.items()]
     lines += [
         "",
-        "`kvferry COMMAND --help` prints the same. A wrong command line ends with status 2 and one line that "
-        "names the option, the value and what would be right. Commands with many options also take "
-        "`--config FILE`: YAML with the same names, dashes in front apart: `drain-s: 30`. Options that "
-        "may be repeated are lists there. What follows it on the command line wins. `--config -` reads JSON "
-        "from standard input.",
+        "`kvferry COMMAND --help` prints the same. A wrong command line exits with status 2 and one "
+        "line that names the option, the value and what is expected. Commands with many options also have "
+        "`--config FILE`: YAML with the same names without the leading dashes: `drain-s: 30`. Options that "
+        "may be repeated are lists there. Options after it on the command line take precedence. `--config -` "
+        "reads JSON from standard input.",
     ]
     for name, (settings, words) in SETTINGS.items():
         lines += ["", f"## {name}", *(["", words] if words else [])]
@@ -130,23 +130,23 @@ def metrics_page() -> str:
     lines = ["# Metrics", "", WRITTEN]
     lines += [
         "`/metrics` of the proxy and of every agent, in Prometheus' text format. Names are those of "
-        "vLLM's metrics where they mean the same, behind `kvferry_proxy_`, `kvferry_agent_` or "
-        "`kvferry_transfer_` in place of `vllm:`: what different processes count has different names, "
-        "so that a plain sum is right. Series exist before their first count, so that `rate` and "
-        "`increase` miss none. Both pages also have the usual `process_…` metrics, of the process that "
+        "vLLM's metrics if they mean the same, with `kvferry_proxy_`, `kvferry_agent_` or "
+        "`kvferry_transfer_` in place of `vllm:`. Counts of different processes have different names, so "
+        "that a plain sum is correct. Series exist before their first count, so that `rate` and "
+        "`increase` miss nothing. Both pages also have the usual `process_…` metrics, of the process that "
         "serves the page; with `--workers`, of all of them.",
         "",
-        "At the proxy `model_name` is empty for requests that name no model which an agent has served. 64 "
+        "At the proxy `model_name` is empty for requests whose model no agent has served. At most 64 "
         "models and 128 agents have their own series. Agents' pages do not have these labels: Prometheus "
         "adds `model_name`, `role` and `name` when it finds the agents through the proxy's "
         "`/nodes/targets`. The label `agent` is an agent's `instance` there. Servers of other engines have "
-        "their own pages; [vLLM's with our connector](../engines/vllm.md) also has `vllm:kvferry_…`.",
+        "their own pages; [vLLM's with kvferry's connector](../engines/vllm.md) also has `vllm:kvferry_…`.",
         "",
         "`kvferry_proxy_prompt_tokens_total` and `kvferry_proxy_generation_tokens_total` are the tokens to "
-        "bill per model: what the answers' `usage` reports, streamed or not, whichever agents and however "
-        "many attempts it took. Of a stream that broke off, or that its client left, the tokens that were "
-        "sent are counted, and its prompt if a prefill agent has computed it; of an answer that was not "
-        "streamed and did not complete, nothing.",
+        "bill per model: what the answers' `usage` reports, streamed or not, however many agents and "
+        "attempts were needed. If a stream breaks off or its client disconnects, the tokens that were sent "
+        "are counted, and the prompt if a prefill agent has computed it. An answer that was not streamed "
+        "and did not complete is not counted.",
         "",
         "`deploy/monitoring/` has [alerts](../runbook.md) and dashboards that use them.",
     ]

@@ -47,24 +47,24 @@ class SidecarConfig(AnnounceOptions, LogOptions):
     """The options of `kvferry agent --attach`.
 
     Model:
-        model: Which of the models that it lists to serve; the first when not given.
-        tp_size: Tensor-parallel size; 1 when neither given nor reported (ATOM).
-        dp_size: Data-parallel size; 1 when neither given nor reported.
+        model: Which of the models that the server lists is served. Default: the first.
+        tp_size: Tensor-parallel size. Default: what the server reports (ATOM), or 1.
+        dp_size: Data-parallel size. Default: what the server reports (ATOM), or 1.
 
     Network:
         attach: Base URL of the server's OpenAI API, as this process reaches it.
-        advertise_url: The same as proxies must dial it; the URL of --attach when not given.
+        advertise_url: The same, as proxies reach it. Default: the URL of --attach.
         dialect: The protocol between its engine and a router.
 
     KV transfer:
-        kv_host: Where its peers reach it for KV; the advertised URL's host when not given.
-        bootstrap_port: Port of its bootstrap server (SGLang, Mooncake); 8998 when not given.
+        kv_host: Host at which its peers reach it for KV. Default: the advertised URL's host.
+        bootstrap_port: Port of its bootstrap server (SGLang, Mooncake). Default: 8998.
         handshake_port: Port for handshakes of KV transfers (MoRIIO, ATOM); ATOM servers report theirs.
         notify_port: Port for notifications of KV transfers (MoRIIO).
-        transfer_mode: Which side moves the KV (MoRIIO, ATOM); read when not given.
+        transfer_mode: Which side transfers the KV (MoRIIO, ATOM). Default: read.
 
     Limits:
-        max_running: Most sequences that it runs at once; unlimited when not given.
+        max_running: Maximum number of sequences that it runs at once. Default: unlimited.
 
     Timeouts:
         drain_s: Seconds that the server has to finish its requests when this process gets SIGTERM.

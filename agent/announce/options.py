@@ -26,8 +26,8 @@ class AnnounceOptions:
 
     Network:
         role: Whether this server prefills, decodes, or both.
-        proxy: Discovery addresses of the proxies to announce to: HOST:PORT, or dns:NAME[:PORT] for every
-            address of a name, which is looked up again and again.
+        proxy: Discovery addresses of the proxies to register with: HOST:PORT, or dns:NAME[:PORT] for every
+            address of a name, which is looked up repeatedly.
 
     Timeouts:
         drain_s: Seconds after SIGTERM in which running requests may finish and leased KV may be read; after
@@ -54,13 +54,13 @@ class ServerOptions(AnnounceOptions):
     """Where a server listens, and what it is called.
 
     Model:
-        served_model_name: Name that clients ask for; the model's when not given.
+        served_model_name: Name of the model in requests. Default: the model's own.
 
     Network:
-        name: Name of this server on operators' pages, of at most 64 characters; its address when not given.
+        name: Name of this server on operators' pages, of at most 64 characters. Default: its address.
         host: Address that the HTTP server and the control channel bind.
         port: HTTP port; 0 lets the OS choose.
-        advertise_host: Host that peers and proxies must dial; the bound host when not given.
+        advertise_host: Host that peers and proxies connect to. Default: the bound host.
     """
 
     served_model_name: str | None = None

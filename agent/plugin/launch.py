@@ -137,7 +137,7 @@ class EngineServerOptions(ServerOptions, PlaneOptions, LogOptions):
             Python that runs this command.
 
     KV transfer:
-        transfer: KV transfer backend; auto takes the best that works between two servers.
+        transfer: KV transfer backend; auto uses the best that works between two servers.
         verify_kv: Share of the prompts, from 0 to 1, whose KV is checksummed; prefill servers need as large a
             share as the decode servers.
 

@@ -91,32 +91,32 @@ class BenchConfig:
         model: Name of the model to request. Default: the first that each server lists.
         api: Endpoint: /v1/completions or /v1/chat/completions.
         rate: Requests per second, which arrive at random times (a Poisson process); several levels with
-            commas, as 1,2,4.
+            commas, such as 1,2,4.
         concurrency: Requests in flight at any time, in place of a rate; several levels with commas.
             Default: 8.
         trace: Trace to replay, in place of a rate: CSV with TIMESTAMP, ContextTokens and GeneratedTokens, as
             Azure's, or JSONL with timestamp (ms), input_length and output_length, as Mooncake's; gzipped or
             not. Lengths and arrival times are the trace's; words are random, so prompts share no prefix.
         speed: How many times faster to replay the trace; several levels with commas. Default: 1.
-        requests: Number of requests to each server at each level, divided among the rounds; of a trace the
-            first ones, and each round replays the next part of them.
+        requests: Number of requests to each server at each level, divided among the rounds. Of a trace, the
+            first ones are sent, and each round replays the next part of them.
         rounds: In each round every server gets its part of the requests, one server after the other; the next
             round begins with the next server. There are no more rounds than requests.
         warmup: Requests to each server before anything is measured.
         prompt_tokens: Length of the prompts: N, LOW:HIGH (any length between, equally often), or several of
             these with commas. Prompts are random words, no two alike.
         output_tokens: Length of the answers, in the same form.
-        ignore_eos: Send ignore_eos, so that answers have exactly that length. A server that rejects
-            this field of a request needs false.
-        seed: Number from which lengths and arrival times are made. Words are others in every run, so that no
-            prefix cache has them.
+        ignore_eos: Make answers exactly that long, by a field that OpenAI's API does not have. Use false for
+            a server that rejects it.
+        seed: Seed of lengths and arrival times. The words differ in every run, so that no prefix cache has
+            them.
 
     Timeouts:
-        timeout_s: Deadline of a request, in seconds; it counts as failed then.
+        timeout_s: Deadline of a request, in seconds; after it the request counts as failed.
 
     Security:
-        key: File that holds the API key, if the servers want one.
-        ca: PEM file of who signed the servers' certificates.
+        key: File that holds the API key, if the servers need one.
+        ca: PEM file of the authority that signed the servers' certificates.
 
     Results:
         ttft_ms: Objective for goodput: longest time to the first token, in ms.

@@ -38,30 +38,30 @@ class PlanConfig:
     Load:
         trace: Trace to serve: CSV with TIMESTAMP, ContextTokens and GeneratedTokens, as Azure's, or JSONL
             with timestamp (ms), input_length and output_length, as Mooncake's; gzipped or not. Default: a
-            made load.
+            generated load.
         rate: Requests per second; a trace is played faster or more slowly. Default: the trace's own; 8.
-        requests: Most requests to serve.
+        requests: Maximum number of requests to serve.
         prompt_tokens: Without a trace, length of the prompts: N, LOW:HIGH, or several of these with commas.
         output_tokens: Length of the answers, in the same form.
-        seed: Number from which lengths and arrival times are made.
+        seed: Seed of lengths and arrival times.
 
     Engine:
         servers: Number of servers, all alike. Default: those of the proxy's fleet; 8.
-        server: YAML file with what a server takes: token-s, step-s, prompt-step-s, sequence-s, chunk,
+        server: YAML file with the times of a server: token-s, step-s, prompt-step-s, sequence-s, chunk,
             batch-tokens, kv-tokens, max-running, pull-s, pull-token-s, leg-s. Default: what the proxy's
-            agents have measured; about an H100 with an 8B model.
-        proxy: Base URL of a proxy: servers are like its agents, as these have measured themselves.
+            agents have measured; without a proxy, about an H100 with an 8B model.
+        proxy: Base URL of a proxy, whose agents' own measurements are used for the servers.
         model: Model of these agents, if the proxy serves several.
 
     Routing:
-        split_min_tokens: Threshold with which each split is tried, beside none.
+        split_min_tokens: Threshold with which each split is tried, besides no threshold.
 
     Security:
         key: File that holds the operator's key, if the proxy has one.
-        ca: PEM file of who signed the proxy's certificate.
+        ca: PEM file of the authority that signed the proxy's certificate.
 
     Results:
-        ttft_s: Objective for goodput, and for what the proxy chooses by: time to the first token, in seconds.
+        ttft_s: Objective for goodput and for the proxy's choices: time to the first token, in seconds.
         tpot_ms: The same for the mean time per token after the first, in ms.
     """
 

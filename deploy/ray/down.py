@@ -19,7 +19,7 @@ def add_ray_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--ray-address",
         metavar="TEXT",
-        help="HOST:PORT of the Ray cluster's head; the cluster of this host when not given.",
+        help="HOST:PORT of the Ray cluster's head; by default the cluster of this host.",
     )
     parser.add_argument(
         "--ray-namespace",
