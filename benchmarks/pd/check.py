@@ -51,14 +51,11 @@ async def same_answers(
         wanted = await _answers(fleet.url, prompts)
     for system in systems:
         async with running(system, setup) as fleet:
-            pairs = zip(await _answers(fleet.url, prompts), wanted, strict=True)
+            answers = await _answers(fleet.url, prompts)
             page = await scrape(fleet.servers[-1])
-        gaps = [gap for one, other in pairs if (gap := _gap(one, other)) is not None]
         found[system] = {
             "prompts": num_prompts,
-            "equal": num_prompts - len(gaps),
-            "ties": sum(gap <= LOGPROB_GAP for gap in gaps),
-            "wrong": sum(gap > LOGPROB_GAP for gap in gaps),
+            **_compared(answers, wanted),
             "transfers": total(page, TRANSFERS),
             "recomputed": total(page, RECOMPUTED),
         }
@@ -66,7 +63,8 @@ async def same_answers(
 
 async def late_readers(setup: Setup, system: System, trials: int) -> dict[str, Any]:
     """The decode engine is stopped at some moment of a request, for longer than its lease; other prompts
-    overwrite the blocks; it goes on. How many answers are those of before.
+    overwrite the blocks; it goes on. How many answers are those of before, and as the control how many are
+    when nothing is stopped: in 16 bits an answer may depend on what is computed beside it.
     """
     prompts = [prompt.prompt for prompt in heldout(trials)]
     short = replace(
@@ -74,18 +72,22 @@ async def late_readers(setup: Setup, system: System, trials: int) -> dict[str, A
         arguments=(*setup.arguments, "--num-gpu-blocks-override", str(NUM_BLOCKS)),
         settings={**setup.settings, "lease_s": LEASE_S},
     )
-    counts = {"equal": 0, "ties": 0, "wrong": 0}
+    found: list[Answer] = []
     async with running(system, short) as fleet:
         wanted = await _answers(fleet.url, prompts)
+        again = await _answers(fleet.url, prompts)
         for first in range(0, trials, LATE_BATCH):
             batch = prompts[first : first + LATE_BATCH]
-            found = await _late(fleet.url, fleet.servers[0], fleet.pids[1], batch)
-            for one, other in zip(found, wanted[first : first + LATE_BATCH], strict=True):
-                gap = _gap(one, other)
-                counts["equal" if gap is None else "ties" if gap <= LOGPROB_GAP else "wrong"] += 1
+            found += await _late(fleet.url, fleet.servers[0], fleet.pids[1], batch)
         expired = total(await scrape(fleet.servers[0]), LEASES_ENDED, reason="expired")
         recomputed = total(await scrape(fleet.servers[1]), RECOMPUTED)
-    return {"trials": trials, **counts, "leases expired": expired, "recomputed": recomputed}
+    return {
+        "trials": trials,
+        **_compared(found, wanted),
+        "leases expired": expired,
+        "recomputed": recomputed,
+        "nothing stopped": _compared(again, wanted),
+    }
 
 
 async def _late(url: str, prefill: str, decode_pid: int, prompts: list[str]) -> list[Answer]:
@@ -115,6 +117,13 @@ async def _answers(url: str, prompts: Sequence[str], tokens: int = TOKENS) -> li
             return Answer(*(tuple(column) for column in columns))
 
         return await asyncio.gather(*(one(prompt) for prompt in prompts))
+
+
+def _compared(found: Sequence[Answer], wanted: Sequence[Answer]) -> dict[str, int]:
+    """How many answers are equal, differ between tokens that lie close, and differ otherwise."""
+    gaps = [gap for pair in zip(found, wanted, strict=True) if (gap := _gap(*pair)) is not None]
+    ties = sum(gap <= LOGPROB_GAP for gap in gaps)
+    return {"equal": len(found) - len(gaps), "ties": ties, "wrong": len(gaps) - ties}
 
 
 def _gap(found: Answer, wanted: Answer) -> float | None:

@@ -143,8 +143,7 @@ class SimulatedServer:
         if not self._stretch:
             self._begin()
         elif self._stretch > 1:  # it joins after the step that runs
-            done = int((self._clock.now - self._begun_at) / self._step_s)
-            self._stretch = min(self._stretch, done + 1)
+            self._stretch = min(self._stretch, self._steps_done() + 1)
             self._schedule()
 
     def pull_s(self, job: Job) -> float:
@@ -163,10 +162,14 @@ class SimulatedServer:
         left = sum(job.prompt_left for job in (*self._prompts, *self._inbox))
         link = LinkUse(producer=Incarnation("others"), pulls=self._pulls, seconds=self._pulled_s)
         self.info = msgspec.structs.replace(
-            self.info, index=self.info.index + 1, steps=self._steps, load=load,
+            self.info, index=self.info.index + 1, steps=self._steps + self._steps_done(), load=load,
             capacity=self._meter.report(left), work=WorkReport(links=(link,)),
         )  # fmt: skip
         return self.info
+
+    def _steps_done(self) -> int:
+        """Return how many of the stretch of equal steps that runs are over."""
+        return int((self._clock.now - self._begun_at) / self._step_s) if self._stretch else 0
 
     def release(self, job: Job) -> None:
         """Free a job's KV."""

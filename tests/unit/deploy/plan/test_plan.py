@@ -87,3 +87,11 @@ def test_a_leg_takes_what_it_takes_before_its_first_step() -> None:
     (plain, slow) = [serve("", PlanConfig(), load, each, ["prefill", "decode"], 0) for each in (MODEL, model)]
     assert slow.ttft_p50_s - plain.ttft_p50_s == pytest.approx(0.5)
     assert slow.tpot_p50_ms - plain.tpot_p50_ms == pytest.approx(500 / 10)
+
+
+def test_a_server_that_decodes_for_long_stays_in_rotation() -> None:
+    """A proxy takes no request to a server that says for 30 s that it runs and has made no step."""
+    model = msgspec.structs.replace(MODEL, step_s=0.05)
+    load = [SizedArrival(0.0, 100, 2000), SizedArrival(60.0, 100, 11)]
+    row = serve("", PlanConfig(), load, model, ["prefill", "decode"], 0)
+    assert row.tpot_p50_ms == pytest.approx(1000 * model.step_s, rel=0.1)
