@@ -324,9 +324,11 @@ class Cluster:
         self._started: list[Process] = []
 
     async def __aenter__(self) -> Cluster:
-        self._progress(f"starting {', '.join(['proxy', *(agent.name for agent in self.spec.agents)])}")
         try:
             await self._start_proxy(self.spec.port, self.spec.discovery_port)
+            if self.spec.agents:
+                names = ", ".join(agent.name for agent in self.spec.agents)
+                self._progress(f"the proxy listens at {self.url}; starting {names}")
             starts = [self.start_agent(agent) for agent in self.spec.agents]
             await asyncio.gather(*starts)
         except BaseException:

@@ -92,7 +92,7 @@ MISTAKES = [
     ("bench --rate fast", 2, "--rate must be numbers greater than 0 with commas between, got 'fast'"),
     ("bench --concurrency 1.5", 2, "--concurrency must be whole numbers greater than 0 with commas between"),
     ("bench --prompt-tokens 9:3", 2, "--prompt-tokens must be N, LOW:HIGH or several of these with commas"),
-    ("bench --rounds 200", 2, "--rounds must be 1 to the number of requests, got 200"),
+    ("bench --rounds 0", 2, "--rounds must be at least 1, got 0"),
     ("bench --ttft-ms 0", 2, "--ttft-ms must be greater than 0, got 0.0"),
     ("bench --json {folder}/none/r.json", 2, "cannot be written: no such folder, or it is one"),
     ("bench --plot chart.gif", 2, "--plot must end with .png, .svg, .pdf, got 'chart.gif'"),
