@@ -30,7 +30,7 @@ _FEATURES = {
 
 def rendered() -> str:
     """Both tables."""
-    lines = ["| architecture | beside the usual | `--tp` |", "|---|---|---|"]
+    lines = ["| architecture | special features | `--tp` |", "|---|---|---|"]
     for name in sorted(TESTED, key=str.lower):
         ranks = "1, 2 and more" if TESTED[name] else "1"
         lines.append(f"| `{name}` | {', '.join(_features(CONFIGS[name]))} | {ranks} |")

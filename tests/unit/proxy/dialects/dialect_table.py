@@ -103,7 +103,7 @@ def streams() -> str:
         (sub, *_) = split_into_prompts(request, IDS, [TRANSFER] * request.prompts)
         able = {name for name, dialect in DIALECTS.items() if dialect.may_continue(sub)}
         assert able <= {VLLM_KVFERRY}
-        first, lost = ("prefill", "goes on") if able else ("decode", "`stream_broken`")
+        first, lost = ("prefill", "continues") if able else ("decode", "`stream_broken`")
         lines.append(f"| {label} | {first} | {lost} |")
     return "\n".join(lines) + "\n"
 
