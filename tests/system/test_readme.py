@@ -53,6 +53,8 @@ PAGES += [ROOT / "tests" / "README.md", ROOT / "benchmarks" / "README.md"]
 # Options of vLLM, SGLang, their routers, `tools.train` and tests, and those that CHANGELOG.md says are gone.
 FOREIGN = {
     "--control-fault",
+    "--dp",
+    "--ep",
     "--kv-connector",
     "--only",
     "--pd-disaggregation",
