@@ -74,11 +74,11 @@ def help_text() -> str:
 
 
 def missing_of(extra: str) -> list[str]:
-    """Return the distributions of one of kvferry's extras that are not installed."""
+    """Return the distributions of one of kvferry's extras that are not installed; "": of kvferry itself."""
     names = []
     for requirement in requires("kvferry") or []:
-        needed = re.fullmatch(rf"([\w.-]+).*;.*\bextra == ['\"]{extra}['\"].*", requirement)
-        if needed and needed[1] != "kvferry":
+        needed = re.fullmatch(r"([\w.-]+).*?(?:\bextra == ['\"](\w+)['\"].*)?", requirement)
+        if needed and needed[1] != "kvferry" and (needed[2] or "") == extra:
             names.append(needed[1])
     return [name for name in names if not _is_installed(name)]
 
@@ -140,6 +140,9 @@ def _dispatch(words: list[str]) -> int:
         case [name, *rest] if name in NEED_AGENT and not _asks_for_help(rest) and missing_of("agent"):
             how = f"in a clone of kvferry, pip install {AGENT_EXTRA}"
             print(f"kvferry {name} needs the extra agent: {how}", file=sys.stderr)
+            return 2
+        case ["serve" | "up", *rest] if not _asks_for_help(rest) and (lacking := missing_of("")):
+            print(_needs_package(words, lacking[0]), file=sys.stderr)  # else it is in the proxy's log
             return 2
         case [name, *rest] if name in COMMANDS:
             return _run(COMMANDS[name][0], rest)

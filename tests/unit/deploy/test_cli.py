@@ -17,7 +17,7 @@ from kvferry.agent.config import AgentConfig
 from kvferry.agent.vllm.launch import VllmEngineConfig
 from kvferry.common.options import options_of
 from kvferry.deploy.bench.config import BenchConfig
-from kvferry.deploy.cli import COMMANDS, main
+from kvferry.deploy.cli import COMMANDS, main, missing_of
 from kvferry.deploy.plan.command import PlanConfig
 from kvferry.deploy.up import UpConfig
 from kvferry.proxy.config import ProxyConfig
@@ -108,6 +108,21 @@ def test_without_any_package_every_command_names_one(words: tuple[str, ...]) -> 
     assert done.stderr.startswith(f"{command} needs the package msgspec, which is not installed here")
     assert len(done.stderr.splitlines()) == 1
     assert ("pip install" in done.stderr) is (words[1:] == ())
+
+
+@pytest.mark.parametrize("name", ["serve", "up"])
+def test_what_the_proxy_lacks_is_named_before_it_is_started(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("kvferry.deploy.cli.missing_of", lambda extra: [] if extra else ["httptools"])
+    assert main([name]) == 2
+    assert capsys.readouterr().err == LACKS.format(name, "httptools", "'.[agent]'") + "\n"
+
+
+def test_what_is_not_installed_is_told_by_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.deploy.cli._is_installed", lambda name: False)
+    assert "httptools" in missing_of("") and "torch" not in missing_of("")
+    assert "torch" in missing_of("agent") and "httptools" not in missing_of("agent")
 
 
 @pytest.mark.parametrize("words", VARIANTS, ids=" ".join)
