@@ -5,6 +5,7 @@ whose prefill server writes wrong KV.
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,11 @@ from typing import Any
 import pytest
 
 from kvferry.proxy.canary.canary import LEARN_FIRST
-from tests.system.vllm.servers import MARKS, ON_GPU
+from kvferry.proxy.telemetry.metrics import VERDICTS
+from tests.helpers.client import complete_all, heldout
+from tests.helpers.metrics import scrape, total
+from tests.system.test_canary import PROBES as PROBES_TOTAL
+from tests.system.vllm.servers import MARKS, MODEL, ON_GPU
 from tests.system.vllm.test_breadth import CASES, LEASE_S, models
 from tests.system.vllm.test_kvferry import RECOMPUTED, TRANSFERS, started
 
@@ -20,6 +25,7 @@ pytestmark = MARKS
 __all__ = ["models"]
 
 PROBES = 60
+MANY_PROBES = 500
 TO_FIND = 12
 """Probes until such a pair is out, at most: prompts within a window's first block are not changed."""
 
@@ -51,6 +57,33 @@ async def test_a_right_pair_is_not_suspected(name: str, models: Path, tmp_path: 
     assert set(verdicts) <= {"same", "learning"}
     assert moved > 0.9 * PROBES, "the pair's answers used KV that was moved"
     assert recomputed == 0
+
+
+@pytest.mark.parametrize(
+    ("canaries", "clients", "max_running", "tp"),
+    [(1, 0, 1, (1, 1)), (4, 8, 16, (1, 1)), (4, 8, 16, (2, 1))],
+    ids=["batch of 1", "under load", "two ranks and one, under load"],
+)
+async def test_without_a_fault_nothing_is_suspected(
+    canaries: int, clients: int, max_running: int, tp: tuple[int, int], tmp_path: Path
+) -> None:
+    flags = ("--canary-interval-s", "0.01", "--canary-max-share", "1000", "--workers", f"{canaries}")
+    asked = {"model": MODEL, "max_tokens": 48, "ignore_eos": True, "stream": True}
+    bodies = [asked | {"prompt": each.prompt} for each in heldout(40)]
+    settings: dict[str, Any] = {"proxy_words": flags, "max_running": max_running, "lease_s": LEASE_S}
+    async with started(tmp_path, tp=tp, **settings) as stack:
+        # Clients' tokens allow those of the canaries.
+        await complete_all(stack.proxy_url, bodies, concurrency=4)
+        probes: dict[str, float] = {}
+        while probes.get("same", 0) < MANY_PROBES:
+            if clients:
+                await complete_all(stack.proxy_url, bodies, concurrency=clients)
+            await asyncio.sleep(5.0)
+            samples = await scrape(stack.proxy_url)
+            probes = {each: total(samples, PROBES_TOTAL, verdict=each) for each in VERDICTS}
+            print(probes, flush=True)
+            assert probes["different"] == 0  # on a busy machine some may fail
+        assert await stack.decode.sample(stack.http, RECOMPUTED) == 0
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,11 +90,16 @@ class Stack:
 
 @asynccontextmanager
 async def started(
-    log_dir: Path, *, tp: tuple[int, int] = (1, 1), spare: bool = False, **settings: Any
+    log_dir: Path,
+    *,
+    tp: tuple[int, int] = (1, 1),
+    spare: bool = False,
+    proxy_words: Sequence[str] = (),
+    **settings: Any,
 ) -> AsyncIterator[Stack]:
     """A proxy, and two servers of so many ranks that announce themselves to it, or three."""
     async with AsyncExitStack() as stack:
-        words = (*PROXY, "--decode-only-fallback", "false")
+        words = (*PROXY, "--decode-only-fallback", "false", *proxy_words)
         proxy = await start_process("proxy", words, log_dir)
         stack.push_async_callback(proxy.stop)
         discovery = f"127.0.0.1:{proxy.listening['discovery_port']}"
@@ -164,9 +169,12 @@ async def test_no_answer_is_drawn_from_recycled_blocks(tmp_path: Path) -> None:
         for first in range(0, LATE, BATCH):
             batch = [salted(each) for each in bodies[first : first + BATCH]]
             assert_all_equal(await late(stack, batch), wanted[first : first + BATCH])
+            again = await answers(stack.http, stack.proxy_url, batch)
+            assert_all_equal(again, wanted[first : first + BATCH])  # nothing that was read too late is cached
         await stack.settled()
-        assert await stack.prefill.sample(stack.http, ENDED, 'reason="expired"') == LATE
-        assert await stack.decode.sample(stack.http, RECOMPUTED) == LATE
+        # On a busy machine a lease of those that were asked again may end too.
+        assert await stack.prefill.sample(stack.http, ENDED, 'reason="expired"') >= LATE
+        assert await stack.decode.sample(stack.http, RECOMPUTED) >= LATE
         assert await stack.decode.sample(stack.http, FAILED, 'reason="invalid"') > 0
 
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """N3: requests of different API keys share no prefix, at agents or in routing, unless the operator says so.
 
-Whatever legs a request has, each carries one salt, which follows from the key and from the client's own one.
+Whatever legs a request has, each carries one salt, which follows from the key and from the client's own one;
+but decode legs whose KV may be gone when it is read have one each.
 """
 
 from __future__ import annotations
