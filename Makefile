@@ -20,7 +20,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .DEFAULT_GOAL := help
 DAILY := env|demo|check|format|test|bench-proxy|site|help-all
 .PHONY: help help-all env demo test test-parts coverage test-full test-gpu test-vllm test-sglang test-clients test-deploy test-deploy-lint test-atom test-rdma test-traces test-versions test-installed release chaos soak model-check fuzz-api \
-	fuzz-discovery hammer mutants check format bench-proxy bench-vllm bench-fleet bench-streams bench-streamed bench-plan bench-transfer bench-pd bench-wrong \
+	fuzz-discovery hammer mutants check format bench-proxy bench-vllm bench-fleet bench-streams bench-streamed bench-plan plan-goals bench-transfer bench-pd bench-wrong \
 	dialect-table served-table model-table field-table prefix-table lifecycles reference dashboards cuda-requirements site train clean
 
 help: ## list these targets
@@ -204,6 +204,11 @@ bench-plan: $(STAMP) ## what kvferry plan predicts of a fleet on this machine be
 	$(BIN)/python -m benchmarks.plan_reality
 	$(BIN)/python -m benchmarks.plan_reality --computing
 	$(BIN)/python -m benchmarks.plan_reality --turning
+
+# TRACES="azure_2023_code.csv.gz …": Azure's CSV or Mooncake's JSONL
+TRACES ?=
+plan-goals: $(STAMP) ## the proxy's choice beside every fixed split of 8 and 64 servers, in virtual time (half an hour with traces)
+	$(BIN)/python -m benchmarks.plan_goals $(TRACES)
 
 bench-transfer: $(STAMP) ## what the transfer backends carry, beside what they could; GPUs too where there are
 	$(PIP_INSTALL) --editable '.[bench]'

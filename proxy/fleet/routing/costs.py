@@ -6,7 +6,8 @@ sequences takes `step_s + n * sequence_s`. While it computes a prompt, the D seq
 So, of a request whose prompt takes w seconds, and whose answer has L tokens:
 
     prefill:  queue + w           until the first token
-              + v * w * D         for the sequences decoded there
+              + v * w * D * u^8   for the sequences decoded there, which then use the part u of the objective
+                                  per token
     decode:   v * L * step / (1 - s)    where step = step_s + (D + 1) * sequence_s, and s is the share of the
                                   server's time that prompts take
               + v * L * sequence_s * D    for the other sequences
@@ -38,8 +39,17 @@ otherwise the time of an answer, because prompts that come within it are what de
 """
 MAX_SHARE = 0.95
 """A share that is measured as all of the time leaves some for decoding: steps do both."""
-PRICE_S = 1.0
-"""How long the price of an agent's time is kept: it is a mean over all agents of a model."""
+PRICE_S = 0.5
+"""How long the price of an agent's time stands until it is made anew from all agents of its model."""
+PRICE_DECAY_S = 60.0
+"""Time constant with which a price falls. Prompts come in bursts: agents that begin to decode between two of
+them would delay the second.
+"""
+
+SLACK_POWER = 8
+"""Power of the part of the objective per token that delayed sequences would use: as long as this is small,
+they can wait, and near the objective their delay counts in full.
+"""
 
 Cost = tuple[bool, float]
 """Whether an objective is predicted to be missed, and the cost in seconds; so the least is the best."""
@@ -65,7 +75,7 @@ class CostedRequest(Protocol):
 
 
 class RouteCosts:
-    """Costs at one moment (`at`), but for the price of an agent's time, which is kept for `PRICE_S`. They are
+    """Costs at one moment (`at`), but for the price of an agent's time, which stands for `PRICE_S`. They are
     `UNKNOWN` while no agent of the model has measured what they go by.
 
     Args:
@@ -99,7 +109,10 @@ class RouteCosts:
         self._now = now
         self._states.clear()
         if now - self._priced_at >= PRICE_S:
-            self._prices, self._priced_at = self._prices_of(nodes), now
+            kept = math.exp((self._priced_at - now) / PRICE_DECAY_S)
+            before, self._prices, self._priced_at = self._prices, self._prices_of(nodes), now
+            for model, price in self._prices.items():
+                self._prices[model] = max(price, kept * before.get(model, 0.0))
 
     def prefill(self, node: Node, request: CostedRequest) -> Cost:
         """Return the cost of the prefill leg."""
@@ -107,11 +120,12 @@ class RouteCosts:
         if token_s is None:
             return UNKNOWN
         work_s = request.tokens * token_s * node.bias.prefill
-        late = queue_s + work_s > (request.ttft_s or self._ttft_s)
-        if others and not late:
-            delayed_s = self._step(node, others, share + work_s / _burst_s(node))
-            late = delayed_s is not None and delayed_s > self._tpot_s
-        return late, queue_s + work_s * (1.0 + others * self._weight(node))
+        late, weight = queue_s + work_s > (request.ttft_s or self._ttft_s), self._weight(node)
+        delayed_s = self._step(node, others, share + work_s / _burst_s(node)) if others else None
+        if delayed_s is not None:
+            late = late or delayed_s > self._tpot_s
+            weight *= min(1.0, delayed_s / self._tpot_s) ** SLACK_POWER
+        return late, queue_s + work_s * (1.0 + others * weight)
 
     def decode(self, node: Node, request: CostedRequest) -> Cost:
         """Return the cost of the decode leg, where another server computes the prompt."""
@@ -148,8 +162,9 @@ class RouteCosts:
         busy, idle = defaultdict[str, float](float), Counter[str]()
         for node in nodes:
             if node.serves("prefill"):
-                busy[node.info.model] += node.prefill_share
-                idle[node.info.model] += self._state(node)[1] == 0
+                _, decoding, share = self._state(node)
+                busy[node.info.model] += share
+                idle[node.info.model] += decoding == 0
         shares = {model: min(MAX_SHARE, share / max(1, idle[model])) for model, share in busy.items()}
         return {model: share / (1.0 - share) for model, share in shares.items()}
 

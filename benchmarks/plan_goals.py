@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`make plan-goals`: the proxy's choice beside every fixed split, in virtual time.
+
+    python -m benchmarks.plan_goals [--servers 8 64] [--requests N] [--json FILE] TRACE…
+
+For each trace, and a mix of prompts of 256 and 8,192 tokens, the highest rate is sought that the best of all
+fixed settings (splits with and without a threshold, and all servers together) serves with 0.99 of the goodput
+that it has at one request a second. Then all settings and the choice serve 70, 90 and 100 % of it, with the
+same defaults for all loads. Last come loads that turn from one kind of request to another. The exit status is
+1 if a goal is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from kvferry.common.roles import Role
+from kvferry.deploy.bench.arrivals import SizedArrival, at_rate, poisson, read_trace
+from kvferry.deploy.plan.command import PlanConfig, PlanRow, outcomes, serve
+from kvferry.deploy.plan.simulation import ServerModel
+
+CONFIG = PlanConfig()
+MODEL = ServerModel()
+KEPT = 0.99
+LEVELS = (0.7, 0.9, 1.0)
+SEARCH_STEPS = 5
+GOODPUT_RATIO, TTFT_RATIO = 0.97, 1.1
+"""The goals: a part of the best fixed setting's goodput, and at most so many times its TTFT p50."""
+EQUAL = 0.002
+"""Of settings whose goodputs differ by less, the best is the one with the earliest first tokens."""
+TURN_S = 120.0
+TURN_GAIN = 1.1
+"""Where the mix turns, the choice is to keep so many times what each fixed setting keeps."""
+Kind = tuple[int, int, float]
+"""Tokens of a prompt and of an answer, and requests per second for 8 servers."""
+TURNING: dict[str, tuple[Kind, Kind]] = {
+    "prompts, answers": ((8192, 32, 24.0), (256, 1024, 40.0)),
+    "long, short": ((8192, 128, 22.0), (512, 256, 110.0)),
+}
+
+
+def fixed(load: Sequence[SizedArrival], servers: int) -> PlanRow:
+    """Return what the best of all fixed settings makes of a load."""
+    rows = [row for row in outcomes(CONFIG, load, MODEL, servers) if row.name != "auto"]
+    most = max(row.goodput for row in rows)
+    return min((row for row in rows if row.goodput >= most - EQUAL), key=lambda row: row.ttft_p50_s)
+
+
+def chosen(load: Sequence[SizedArrival], servers: int) -> PlanRow:
+    both: list[Role] = ["both"] * servers
+    return serve("auto", CONFIG, load, MODEL, both, None)
+
+
+def highest_rate(load: Sequence[SizedArrival], servers: int) -> float:
+    """Return the rate that some fixed setting serves with `KEPT` of the goodput that it has at one request a
+    second: some prompts may be too long for the objective at any rate.
+    """
+    kept = KEPT * fixed(at_rate(load, 1.0), servers).goodput
+
+    def is_served(rate: float) -> bool:
+        rows = outcomes(CONFIG, at_rate(load, rate), MODEL, servers)
+        return any(row.goodput >= kept for row in rows if row.name != "auto")
+
+    low, high = 1.0, 2.0
+    while is_served(high):
+        low, high = high, 2 * high
+    for _ in range(SEARCH_STEPS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if is_served(middle) else (low, middle)
+    return low
+
+
+def turning(kinds: Sequence[Kind], servers: int, turns: int = 4) -> list[SizedArrival]:
+    rng, load = Random(3), list[SizedArrival]()
+    for turn in range(turns):
+        prompt, answer, rate = kinds[turn % len(kinds)]
+        at = turn * TURN_S
+        while (at := at + rng.expovariate(rate * servers / 8)) < (turn + 1) * TURN_S:
+            load.append(SizedArrival(at, prompt, answer))
+    return load
+
+
+def compared(
+    name: str, load: Sequence[SizedArrival], servers: int, gain: float, ttft: float
+) -> dict[str, Any]:
+    best, auto = fixed(load, servers), chosen(load, servers)
+    ratios = auto.goodput / max(best.goodput, 1e-9), auto.ttft_p50_s / best.ttft_p50_s
+    is_kept = ratios[0] >= gain and ratios[1] <= ttft
+    print(
+        f"{servers:2} {name:34} {best.name:18} {best.goodput:.3f} {best.ttft_p50_s:.3f} s   "
+        f"auto {auto.goodput:.3f} {auto.ttft_p50_s:.3f} s   {ratios[0]:.3f} {ratios[1]:.2f}"
+        f"{'' if is_kept else '   missed'}",
+        flush=True,
+    )
+    return {
+        "load": name, "servers": servers, "best": best._asdict(), "auto": auto._asdict(), "kept": is_kept
+    }  # fmt: skip
+
+
+def results(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    def choose(rng: Random) -> int:
+        return rng.choice((256, 8192))
+
+    loads = {path.name.split(".")[0]: read_trace(path)[: options.requests] for path in options.traces}
+    loads["half long, half short"] = poisson(choose, lambda _: 256, 8.0, options.requests, Random(0))
+    rates = {name: highest_rate(load, 8) for name, load in loads.items()}
+    for servers in options.servers:
+        for name, load in loads.items():
+            for level in LEVELS:
+                rate = level * rates[name] * servers / 8
+                title = f"{name}, {rate:.1f}/s"
+                yield compared(title, at_rate(load, rate), servers, GOODPUT_RATIO, TTFT_RATIO)
+        for name, kinds in TURNING.items():
+            yield compared(f"turns: {name}", turning(kinds, servers), servers, TURN_GAIN, float("inf"))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="benchmarks.plan_goals", description=__doc__)
+    parser.add_argument("traces", nargs="*", type=Path, metavar="TRACE", help="CSV or JSONL, gzipped or not")
+    parser.add_argument("--servers", nargs="+", type=int, default=[8, 64])
+    parser.add_argument("--requests", type=int, default=2500, help="of each trace")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    options = parser.parse_args()
+    print("servers, load, best fixed setting, its goodput and TTFT p50, by choice, ratios of both")
+    found = list(results(options))
+    if options.json is not None:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    return 0 if all(each["kept"] for each in found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
