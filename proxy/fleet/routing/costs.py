@@ -124,7 +124,7 @@ class RouteCosts:
         delayed_s = self._step(node, others, share + work_s / _burst_s(node)) if others else None
         if delayed_s is not None:
             late = late or delayed_s > self._tpot_s
-            weight *= min(1.0, delayed_s / self._tpot_s) ** SLACK_POWER
+            weight *= min(1.0, max(0.0, delayed_s / self._tpot_s)) ** SLACK_POWER
         return late, queue_s + work_s * (1.0 + others * weight)
 
     def decode(self, node: Node, request: CostedRequest) -> Cost:
