@@ -539,7 +539,7 @@ async def test_late_reads_are_never_answers(start_stage: StartStage) -> None:
     """Row 3 (vllm #52234): HTTP 200 with another prompt's answer, whatever number the operator gave."""
 
     async def check_one(stream: bool) -> None:
-        """The retry has a fresh prefill."""
+        """Each retry has a fresh prefill. On a busy machine the first may be late too."""
         fleet = Fleet(await start_stage(nixl_lease_s=LEASE_S), Fabric(), "vllm-nixl-pull")
         prefill, decode = await fleet.pair(lease_s=LEASE_S)
         decode.hold_s = 1.1 * LEASE_S
@@ -551,10 +551,11 @@ async def test_late_reads_are_never_answers(start_stage: StartStage) -> None:
         answered: Any = await asking
         text = answered.text() if stream else answered[1]["choices"][0]["text"]
         assert text == (await reference(BODY))["choices"][0]["text"]
-        assert len(prefill.asked) == 2
+        late = len(decode.asked) - 1
+        assert len(prefill.asked) == late + 1 >= 2
         if not stream:
-            assert fleet.fabric.expired == 1
-            assert fleet.stage.metric('kvferry_proxy_leases_judged_total{verdict="suspect"}') == 1
+            assert fleet.fabric.expired == late
+            assert fleet.stage.metric('kvferry_proxy_leases_judged_total{verdict="suspect"}') == late
         assert not fleet.fabric.wrongs
 
     async def check_many(nixl_lease_s: float | None, stream: bool) -> None:
