@@ -14,7 +14,7 @@ import msgspec
 from kvferry.common.exceptions import message_of
 from kvferry.common.http.tls import BadCertificate, client_context
 from kvferry.common.options import CommandParser, server_url
-from kvferry.deploy.http_client import MAX_PAGE_BYTES, client_session, refusal, why_no_response
+from kvferry.deploy.http_client import MAX_PAGE_BYTES, client_session, read_page, refusal, why_no_response
 from kvferry.proxy.canary.pair_record import ProbeReport
 
 CALL_TIMEOUT_S = 300.0
@@ -52,7 +52,7 @@ async def probe(http: aiohttp.ClientSession, url: str, model: str | None) -> Pro
     """Have one pair probed. Raises `CanaryFailed`."""
     try:
         async with http.post(f"{url}/canary", params={} if model is None else {"model": model}) as response:
-            page = await response.content.read(MAX_PAGE_BYTES)
+            page = await read_page(response, CanaryFailed, MAX_PAGE_BYTES)
             if response.status != 200:
                 raise CanaryFailed(refusal(url, response.status, page, server="a kvferry proxy"))
         return msgspec.json.decode(page, type=ProbeReport)

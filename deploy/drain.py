@@ -22,6 +22,7 @@ from kvferry.common.http.tls import BadCertificate, client_context
 from kvferry.common.options import CommandParser, number, readable_file, server_url
 from kvferry.common.telemetry.prometheus_text import samples
 from kvferry.deploy.http_client import (
+    MAX_PAGE_BYTES,
     StatusFailed,
     client_session,
     fetch_nodes,
@@ -89,7 +90,7 @@ async def _wait(agent: str, left: Callable[[], Awaitable[str | None]]) -> None:
 async def _request_drain(http: aiohttp.ClientSession, url: str) -> None:
     async with http.post(url) as response:
         if response.status != 202:
-            page = await read_page(response)
+            page = await read_page(response, StatusFailed, MAX_PAGE_BYTES)
             # A proxy would have refused to list its agents before.
             raise DrainFailed(
                 refusal(url, response.status, page, server="an agent", key_option="--cluster-key")
@@ -120,7 +121,7 @@ async def _left_at_agent(http: aiohttp.ClientSession, url: str) -> str | None:
     """
     try:
         async with http.get(f"{url}/metrics") as response:
-            page = await read_page(response)
+            page = await read_page(response, StatusFailed, MAX_PAGE_BYTES)
     except aiohttp.ClientConnectorError as error:
         # Nothing else means that it has ended: its name may not resolve, or its host not be reached.
         return None if isinstance(error.os_error, ConnectionRefusedError) else ""

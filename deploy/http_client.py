@@ -42,7 +42,7 @@ async def fetch_nodes(http: aiohttp.ClientSession, url: str) -> NodeList:
     """Return a proxy's list of agents. Raises `StatusFailed`."""
     try:
         async with http.get(f"{url}/nodes") as response:
-            page = await read_page(response)
+            page = await read_page(response, StatusFailed, MAX_PAGE_BYTES)
             if response.status != 200:
                 raise StatusFailed(refusal(url, response.status, page, server="a kvferry proxy"))
         return msgspec.json.decode(page, type=NodeList)
@@ -55,13 +55,13 @@ async def fetch_nodes(http: aiohttp.ClientSession, url: str) -> NodeList:
         raise StatusFailed(f"{url} is not a kvferry proxy: it answered with {describe_page(page)}") from error
 
 
-async def read_page(response: aiohttp.ClientResponse) -> bytes:
-    """Read a body. Raises `StatusFailed` if it is too large."""
+async def read_page(response: aiohttp.ClientResponse, failure: type[Exception], max_bytes: int) -> bytes:
+    """Read a whole body. Raises `failure` if it is longer than `max_bytes`."""
     page = bytearray()
     async for part in response.content.iter_any():
         page += part
-        if len(page) > MAX_PAGE_BYTES:
-            raise StatusFailed(f"{response.url} answered with more than {MAX_PAGE_BYTES} bytes")
+        if len(page) > max_bytes:
+            raise failure(f"{response.url} answered with more than {max_bytes} bytes")
     return bytes(page)
 
 

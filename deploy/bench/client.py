@@ -18,7 +18,7 @@ from kvferry.common.http.tls import client_context
 from kvferry.common.options import read_key
 from kvferry.deploy.bench.config import BenchConfig, Target
 from kvferry.deploy.bench.workload import PlannedRequest
-from kvferry.deploy.http_client import describe_page, refusal, why_no_response
+from kvferry.deploy.http_client import describe_page, read_page, refusal, why_no_response
 from kvferry.proxy import sse
 from kvferry.proxy.errors import BadResponse
 
@@ -114,7 +114,7 @@ class BenchClient:
         try:
             async with self._http.post(self._url, json=self._body(request), headers=headers) as response:
                 if response.status != 200:
-                    page = await _bounded(response)
+                    page = await read_page(response, BenchFailed, MAX_PAGE_BYTES)
                     seen.failure = f"HTTP {response.status}: {_message(page)}"
                 else:
                     await self._read_stream(response, seen, sent)
@@ -175,7 +175,7 @@ class BenchClient:
         """Return the body of a 200 response. Raises `BenchFailed`."""
         try:
             async with self._http.request(method, url, json=body) as response:
-                page = await _bounded(response)
+                page = await read_page(response, BenchFailed, MAX_PAGE_BYTES)
         except TimeoutError as error:
             raise BenchFailed(f"{url}: no response within {self._config.timeout_s:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
@@ -204,16 +204,6 @@ async def connected_client(
         client = BenchClient(http, target, config, count_empty=count_empty)
         await client.find_model()
         yield client
-
-
-async def _bounded(response: aiohttp.ClientResponse) -> bytes:
-    """Return a body. Raises `BenchFailed` when it is longer than any that is expected."""
-    page = bytearray()
-    async for part in response.content.iter_any():
-        page += part
-        if len(page) > MAX_PAGE_BYTES:
-            raise BenchFailed(f"{response.url} answered with more than {MAX_PAGE_BYTES} bytes")
-    return bytes(page)
 
 
 def _message(page: bytes) -> str:
