@@ -20,6 +20,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from benchmarks.turns import Kind, turning
 from kvferry.common.roles import Role
 from kvferry.deploy.bench.arrivals import SizedArrival, at_rate, poisson, read_trace
 from kvferry.deploy.plan.command import PlanConfig, PlanRow, outcomes, serve
@@ -37,12 +38,12 @@ EQUAL = 0.002
 TURN_S = 120.0
 TURN_GAIN = 1.1
 """Where the mix turns, the choice is to keep so many times what each fixed setting keeps."""
-Kind = tuple[int, int, float]
-"""Tokens of a prompt and of an answer, and requests per second for 8 servers."""
+TURNS = 4
 TURNING: dict[str, tuple[Kind, Kind]] = {
     "prompts, answers": ((8192, 32, 24.0), (256, 1024, 40.0)),
     "long, short": ((8192, 128, 22.0), (512, 256, 110.0)),
 }
+"""For 8 servers."""
 
 
 def fixed(load: Sequence[SizedArrival], servers: int) -> PlanRow:
@@ -76,16 +77,6 @@ def highest_rate(load: Sequence[SizedArrival], servers: int) -> float:
     return low
 
 
-def turning(kinds: Sequence[Kind], servers: int, turns: int = 4) -> list[SizedArrival]:
-    rng, load = Random(3), list[SizedArrival]()
-    for turn in range(turns):
-        prompt, answer, rate = kinds[turn % len(kinds)]
-        at = turn * TURN_S
-        while (at := at + rng.expovariate(rate * servers / 8)) < (turn + 1) * TURN_S:
-            load.append(SizedArrival(at, prompt, answer))
-    return load
-
-
 def compared(
     name: str, load: Sequence[SizedArrival], servers: int, gain: float, ttft: float
 ) -> dict[str, Any]:
@@ -117,7 +108,9 @@ def results(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 title = f"{name}, {rate:.1f}/s"
                 yield compared(title, at_rate(load, rate), servers, GOODPUT_RATIO, TTFT_RATIO)
         for name, kinds in TURNING.items():
-            yield compared(f"turns: {name}", turning(kinds, servers), servers, TURN_GAIN, float("inf"))
+            scaled = [(prompt, answer, rate * servers / 8) for prompt, answer, rate in kinds]
+            load = turning(scaled, TURNS, TURN_S)
+            yield compared(f"turns: {name}", load, servers, TURN_GAIN, float("inf"))
 
 
 def main() -> int:

@@ -8,9 +8,10 @@ from collections.abc import Iterator, Sequence
 from random import Random
 from typing import Any, NamedTuple
 
+from benchmarks import plan_reality
 from benchmarks.pd.fleet import Setup, System, running
 from benchmarks.pd.load import OBJECTIVES, WARM_UP_RATE, Seen, offer, send, summary
-from benchmarks.plan_reality import sample
+from benchmarks.turns import turning
 from kvferry.deploy.bench.arrivals import SizedArrival
 from kvferry.deploy.bench.workload import PlannedRequest
 from kvferry.deploy.plan.command import EVERY_PROMPT, PlanConfig, serve
@@ -49,20 +50,16 @@ def fleets(num_servers: int) -> dict[str, Fleet]:
     both: list[Role] = ["both"] * num_servers
     found = {"auto": Fleet("auto-both", both, None)}
     for num in range(1, num_servers):
-        roles: list[Role] = [*["prefill"] * num, *["decode"] * (num_servers - num)]  # type: ignore[list-item]
-        found[f"{num} + {num_servers - num}"] = Fleet("kvferry-cuda_ipc", roles)
+        split = plan_reality.Fleet(prefill=num, decode=num_servers - num)
+        found[str(split)] = Fleet("kvferry-cuda_ipc", split.roles)
     found["together"] = Fleet("together", both, EVERY_PROMPT)
     return found
 
 
-def arrivals(num_servers: int, seconds: float, seed: int = 3) -> list[SizedArrival]:
+def arrivals(num_servers: int, seconds: float) -> list[SizedArrival]:
     """Each kind for so many seconds, one after the other."""
-    rng, load = Random(seed), list[SizedArrival]()
-    for number, turn in enumerate(TURNS):
-        at = number * seconds
-        while (at := at + rng.expovariate(turn.rate * num_servers / 4)) < (number + 1) * seconds:
-            load.append(SizedArrival(at, turn.prompt, turn.answer))
-    return load
+    kinds = [(turn.prompt, turn.answer, turn.rate * num_servers / 4) for turn in TURNS]
+    return turning(kinds, len(kinds), seconds)
 
 
 def requests(load: Sequence[SizedArrival], vocabulary: int, seed: int = 4) -> Iterator[PlannedRequest]:
@@ -83,7 +80,7 @@ async def turn(
     shares: list[tuple[float, list[float]]] = []
     async with running(system, setup, roles) as fleet:
         await offer(fleet.url, WARM_UP_RATE * len(roles) / 2, WARM_UP_S, vocabulary, seed=0)
-        sampling = asyncio.ensure_future(sample(fleet.url, shares))
+        sampling = asyncio.ensure_future(plan_reality.sample(fleet.url, shares))
         seen = await send(fleet.url, len(load) / seconds / len(TURNS), requests(load, vocabulary))
         sampling.cancel()
         await asyncio.gather(sampling, return_exceptions=True)

@@ -16,6 +16,7 @@ from tests.helpers.waiting import patient
 STATS_S = 10.0
 PAGE_AGE_S = 1.0
 """How old what an agent's page says may be."""
+RUNNING, GENERATED = "kvferry_agent_num_requests_running", "kvferry_agent_generation_tokens_total"
 TOKENS_BEGUN = 4
 """How many tokens a stream has when it counts as begun."""
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -80,22 +81,19 @@ async def wait_one_running(agents: Mapping[str, Process], least: int) -> str:
     TimeoutError.
     """
     decode = {name: agent.url for name, agent in agents.items() if name.startswith("decode")}
-    before = {name: await num_generated(url) for name, url in decode.items()}
+    before = {name: total(await scrape(url), GENERATED) for name, url in decode.items()}
     async with asyncio.timeout(patient(60.0)):
         while True:
             for name, url in decode.items():
-                begun = await num_generated(url) - before[name] >= TOKENS_BEGUN * least
-                if begun and await num_running(url) >= least:
+                page = await scrape(url)
+                begun = total(page, GENERATED) - before[name] >= TOKENS_BEGUN * least
+                if begun and total(page, RUNNING) >= least:
                     return name
             await asyncio.sleep(0.02)
 
 
-async def num_generated(url: str) -> float:
-    return total(await scrape(url), "kvferry_agent_generation_tokens_total")
-
-
 async def num_running(url: str) -> float:
-    return total(await scrape(url), "kvferry_agent_num_requests_running")
+    return total(await scrape(url), RUNNING)
 
 
 async def wait_idle(url: str, timeout_s: float) -> dict[str, int]:
