@@ -53,7 +53,7 @@ from kvferry.proxy.http.client_connection import (
 from kvferry.proxy.http.cors import CorsPolicy
 from kvferry.proxy.ids import request_id_from
 from kvferry.proxy.request import RequestHead, check_encoding
-from kvferry.proxy.wire.registration import Incarnation
+from kvferry.proxy.wire.registration import Incarnation, Role
 
 FOLDER = str(Path(__file__).parent / "api")
 HEAD, CLIENT = "kvferry.head", "kvferry.client"
@@ -149,6 +149,10 @@ def create_app(
     @app.post("/nodes/<path:incarnation>/uncordon")
     async def uncordon(incarnation: str) -> Response:
         return _page_response(await views.cordon(Incarnation(incarnation), False))
+
+    @app.post("/nodes/<path:incarnation>/role/<any(prefill, decode, both):role>")
+    async def pin_role(incarnation: str, role: Role) -> Response:
+        return _page_response(await views.pin_role(Incarnation(incarnation), role))
 
     @app.post("/nodes/<path:incarnation>/drain")
     async def drain(incarnation: str) -> Response:

@@ -149,6 +149,14 @@ class CannotDrain(ProxyError):
     code = "cannot_drain"
 
 
+class RoleFixed(ProxyError):
+    """The agent registered with one role, and keeps it."""
+
+    status = 409
+    kind = "invalid_request_error"
+    code = "role_fixed"
+
+
 class BodyTooSlow(ProxyError):
     """The client did not send the request's body in time."""
 

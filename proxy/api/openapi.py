@@ -306,6 +306,7 @@ def document(version: str) -> dict[str, Any]:
                 "post": _cordoning("Cordon an agent: this proxy sends it nothing new")
             },
             "/nodes/{incarnation}/uncordon": {"post": _cordoning("Uncordon an agent")},
+            "/nodes/{incarnation}/role/{role}": {"post": _pinning()},
             "/nodes/{incarnation}/drain": {"post": _draining()},
             "/canary": {
                 "get": _page("Show how the answers of each pair compare", "CanaryReport"),
@@ -446,6 +447,14 @@ def _translated(summary: str, schema: dict[str, Any], failures: dict[str, Any]) 
 
 def _cordoning(summary: str) -> dict[str, Any]:
     return _of_agent(summary, {"200": _json(_ref("NodeView"))})
+
+
+def _pinning() -> dict[str, Any]:
+    responses = {"200": _json(_ref("NodeView")), "409": _error("The agent registered with one role.")}
+    operation = _of_agent("Use an agent of role `both` for one role alone, or for both again", responses)
+    role = {"type": "string", "enum": ["prefill", "decode", "both"]}
+    operation["parameters"].append({"name": "role", "in": "path", "required": True, "schema": role})
+    return operation
 
 
 def _draining() -> dict[str, Any]:

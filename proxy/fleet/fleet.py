@@ -27,7 +27,7 @@ from kvferry.proxy.fleet.routing.routing_request import NO_AGENTS, Pair, PinnedP
 from kvferry.proxy.fleet.scaling import AgentLoad, ScalingSignals, Signals
 from kvferry.proxy.fleet.snapshot import NodeState, NoPair, Snapshot, alike
 from kvferry.proxy.telemetry.metrics import Metrics
-from kvferry.proxy.wire.registration import Bye, Incarnation, Register
+from kvferry.proxy.wire.registration import Bye, Incarnation, Register, Role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,6 +162,12 @@ class Fleet:
         """Take an agent out of rotation, or put it back; one that is not known is ignored."""
         self.registry.cordon(agent, cordoned)
         self.admission.pump()
+
+    def pin_role(self, agent: Incarnation, role: Role) -> bool | None:
+        """Use an agent for one role, or for both, as `Registry.pin_role` says."""
+        pinned = self.registry.pin_role(agent, role)
+        self.admission.pump()
+        return pinned
 
     def drain(self, agent: Incarnation) -> bool | None:
         """Ask an agent to drain, as `Registry.drain` says."""

@@ -15,8 +15,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 from urllib.parse import urlsplit
+
+import msgspec
 
 from kvferry.proxy.fleet.address_rules import (
     AddressRules,
@@ -38,11 +40,12 @@ from kvferry.proxy.wire.registration import (
     Incarnation,
     OtherRegister,
     Register,
+    Role,
 )
 
 logger = logging.getLogger(__name__)
 
-ROLES: tuple[Literal["prefill", "decode", "both"], ...] = ("prefill", "decode", "both")
+ROLES: tuple[Role, ...] = ("prefill", "decode", "both")
 
 STALL_S = 30.0
 """An agent that pings, but has made no progress for so long, does not work."""
@@ -112,6 +115,8 @@ class _Record:
     connection_refused_at: float | None = None
     cordoned: bool = False
     drain_requested: bool = False
+    pinned_role: Role | None = None
+    """That of `info`, which registered as `both`."""
 
 
 @dataclass(slots=True)
@@ -249,6 +254,8 @@ class Registry:
             return rejected
         incarnation = info.incarnation
         record = self._records.get(incarnation)
+        if record is not None and record.pinned_role is not None:
+            info = msgspec.structs.replace(info, role=record.pinned_role)
         if record is None:
             self._replace_at(info)
             logger.info("agent %s joined: %s %s %s", incarnation, info.role, info.model, info.location)
@@ -331,6 +338,26 @@ class Registry:
             logger.info("agent %s was %s", incarnation, "cordoned" if cordoned else "uncordoned")
         record.cordoned = cordoned
         self._cache.stale.add(incarnation)
+        return True
+
+    def pin_role(self, incarnation: Incarnation, role: Role) -> bool | None:
+        """Use an agent that registered as `both` for one role alone, or for both again. What runs goes on.
+
+        Returns None for an agent that is not known, and False for one that registered with another role.
+        """
+        record = self._records.get(incarnation)
+        if record is None:
+            return None
+        if record.pinned_role is None and record.info.role != "both":
+            return False
+        record.pinned_role = None if role == "both" else role
+        if record.info.role != role:
+            record.info = msgspec.structs.replace(record.info, role=role)
+            self._cache.terms_changed()
+            self._cache.stale.add(incarnation)
+            self._note(EventKind.ROLE_PINNED, record.info, role)
+            logger.info("agent %s is used as %s", incarnation, role)
+            self._publish(record.info)
         return True
 
     def keep_apart(self, prefill: Incarnation, decode: Incarnation, out: bool, detail: str) -> None:
@@ -786,6 +813,7 @@ def _node(record: _Record, now: float) -> Node:
         record.prefill_share,
         record.decode_share,
         Bias(record.prefill_error.bias(now), record.decode_error.bias(now)),
+        record.pinned_role is not None,
     )
 
 

@@ -84,7 +84,7 @@ class Node:
     `ours_at_ping`: sequences that this proxy had in flight there when the agent reported its load.
     `speed`: what it has measured, and of the rest what another agent of its model has. `prefill_share` and
     `decode_share`: the parts of its time lately that went into prompts and into decoding. `bias`: of what is
-    predicted of it.
+    predicted of it. `role_pinned`: it registered as `both`, and an operator chose the role that `info` has.
     """
 
     info: Register
@@ -96,6 +96,7 @@ class Node:
     prefill_share: float = 0.0
     decode_share: float = 0.0
     bias: Bias = Bias()  # noqa: RUF009
+    role_pinned: bool = False
 
     @property
     def incarnation(self) -> Incarnation:

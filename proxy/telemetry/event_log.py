@@ -34,6 +34,8 @@ class EventKind(enum.StrEnum):
     CORDONED = "cordoned"
     """An operator took it out of rotation."""
     UNCORDONED = "uncordoned"
+    ROLE_PINNED = "role_pinned"
+    """An operator chose its role."""
     DRAIN_REQUESTED = "drain_requested"
     """An operator asked it to drain."""
     CONNECTION_REFUSED = "connection_refused"

@@ -28,7 +28,7 @@ from kvferry.proxy.fleet.snapshot import NodeState
 from kvferry.proxy.telemetry.event_log import FleetEvent
 from kvferry.proxy.telemetry.history import FailureCount
 from kvferry.proxy.telemetry.metrics import Totals
-from kvferry.proxy.wire.registration import Incarnation, Register
+from kvferry.proxy.wire.registration import Incarnation, Register, Role
 
 _LENGTH = struct.Struct("!I")
 MAX_FRAME_BYTES = 64 * 1024 * 1024
@@ -187,6 +187,14 @@ class CordonRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     cordoned: bool
 
 
+class RoleRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Use an agent for a role; the response is that of `POST /nodes/INCARNATION/role/ROLE`."""
+
+    seq: int
+    agent: Incarnation
+    role: Role
+
+
 class DrainRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Ask an agent to drain; the response is that of `POST /nodes/INCARNATION/drain`."""
 
@@ -203,6 +211,7 @@ ToSupervisor = (
     | PageRequest
     | AgentRequest
     | CordonRequest
+    | RoleRequest
     | DrainRequest
     | TimelineRequest
 )

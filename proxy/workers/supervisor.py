@@ -38,6 +38,7 @@ from kvferry.proxy.api.operator.pages import (
     drain_page,
     fleet_page,
     node_page,
+    role_page,
     timeline_page,
 )
 from kvferry.proxy.config import ProxyConfig
@@ -64,7 +65,7 @@ from kvferry.proxy.telemetry.metrics import (
     Metrics,
     Totals,
 )
-from kvferry.proxy.wire.registration import PULL_BUCKETS, Bye, Incarnation, Register
+from kvferry.proxy.wire.registration import PULL_BUCKETS, Bye, Incarnation, Register, Role
 from kvferry.proxy.workers.messages import (
     HEARTBEAT_INTERVAL_S,
     AgentRequest,
@@ -84,6 +85,7 @@ from kvferry.proxy.workers.messages import (
     ProcessChannel,
     Registration,
     Report,
+    RoleRequest,
     SetCordoned,
     Start,
     Stop,
@@ -322,6 +324,13 @@ class Supervisor:
         await self._collect()
         return node_page(self._view(), agent)
 
+    async def pin_role(self, agent: Incarnation, role: Role) -> Page:
+        """Use an agent for a role; every worker learns it like a ping. Returns what the operator sees."""
+        pinned = self._registry.pin_role(agent, role)
+        self._pages.clear()
+        await self._collect()
+        return role_page(pinned, self._view(), agent)
+
     async def drain(self, agent: Incarnation) -> Page:
         """Ask an agent to drain; no worker sends it anything new. Returns what the operator sees."""
         asked = self._registry.drain(agent)
@@ -493,6 +502,8 @@ class WorkerSession:
                             tasks.create_task(self._respond(seq, self._supervisor.agent(agent)))
                         case CordonRequest(seq=seq, agent=agent, cordoned=cordoned):
                             tasks.create_task(self._respond(seq, self._supervisor.cordon(agent, cordoned)))
+                        case RoleRequest(seq=seq, agent=agent, role=role):
+                            tasks.create_task(self._respond(seq, self._supervisor.pin_role(agent, role)))
                         case DrainRequest(seq=seq, agent=agent):
                             tasks.create_task(self._respond(seq, self._supervisor.drain(agent)))
         except* ChannelClosed as closed:

@@ -36,7 +36,7 @@ from kvferry.proxy.telemetry.event_log import SEEN_BY_WORKERS
 from kvferry.proxy.telemetry.history import FailureLog, History
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.telemetry.request_log import Timelines
-from kvferry.proxy.wire.registration import Incarnation
+from kvferry.proxy.wire.registration import Incarnation, Role
 from kvferry.proxy.workers.messages import (
     HEARTBEAT_INTERVAL_S,
     AgentRequest,
@@ -56,6 +56,7 @@ from kvferry.proxy.workers.messages import (
     ProcessChannel,
     Registration,
     Report,
+    RoleRequest,
     SetCordoned,
     Start,
     Stop,
@@ -178,6 +179,10 @@ class Worker(OperatorApi):
         seq = next(self._seq)
         return await self._request(seq, CordonRequest(seq=seq, agent=agent, cordoned=cordoned))
 
+    async def pin_role(self, agent: Incarnation, role: Role) -> Page:
+        seq = next(self._seq)
+        return await self._request(seq, RoleRequest(seq=seq, agent=agent, role=role))
+
     async def drain(self, agent: Incarnation) -> Page:
         seq = next(self._seq)
         return await self._request(seq, DrainRequest(seq=seq, agent=agent))
@@ -185,7 +190,7 @@ class Worker(OperatorApi):
     async def _request(
         self,
         seq: int,
-        message: PageRequest | AgentRequest | CordonRequest | DrainRequest | TimelineRequest,
+        message: PageRequest | AgentRequest | CordonRequest | RoleRequest | DrainRequest | TimelineRequest,
     ) -> Page:
         if self.is_orphaned:
             raise SupervisorUnavailable("the supervisor has ended")

@@ -20,6 +20,7 @@ from kvferry.proxy.api.operator.pages import (
     drain_page,
     fleet_page,
     node_page,
+    role_page,
     timeline_page,
 )
 from kvferry.proxy.fleet.fleet import Fleet
@@ -27,7 +28,7 @@ from kvferry.proxy.telemetry.agent_reports import AgentReports
 from kvferry.proxy.telemetry.history import FailureLog, History
 from kvferry.proxy.telemetry.metrics import CONTENT_TYPE, Metrics
 from kvferry.proxy.telemetry.request_log import Timelines
-from kvferry.proxy.wire.registration import Incarnation
+from kvferry.proxy.wire.registration import Incarnation, Role
 
 LARGE_FLEET = 64
 """Agents from which on a page is shown again."""
@@ -145,6 +146,17 @@ class OperatorApi:
         self._fleet.cordon(agent, cordoned)
         self._pages.clear()
         return node_page(self.view(), agent)
+
+    async def pin_role(self, agent: Incarnation, role: Role) -> Page:
+        """Use an agent for one role, or for both again.
+
+        The page is its entry in `/nodes`, a 404, or a 409 if it keeps its role.
+
+        Raises `ProxyError` when that cannot be done.
+        """
+        pinned = self._fleet.pin_role(agent, role)
+        self._pages.clear()
+        return role_page(pinned, self.view(), agent)
 
     async def drain(self, agent: Incarnation) -> Page:
         """Ask an agent to drain.

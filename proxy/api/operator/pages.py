@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from kvferry.proxy.errors import CannotDrain, NotFound
+from kvferry.proxy.errors import CannotDrain, NotFound, RoleFixed
 from kvferry.proxy.fleet.address_rules import RejectedAgent
 from kvferry.proxy.fleet.snapshot import (
     MAX_PAIRINGS,
@@ -152,6 +152,14 @@ def drain_page(asked: bool | None, view: FleetView, agent: Incarnation) -> Page:
         return Page(status=error.status, body=error.body())
     page = node_page(view, agent)
     return page if page.status != 200 else replace(page, status=202)
+
+
+def role_page(pinned: bool | None, view: FleetView, agent: Incarnation) -> Page:
+    """Return what an operator sees who pins an agent's role: `pinned`, as `Registry.pin_role` returns it."""
+    if pinned is False:
+        error = RoleFixed("only an agent that registered with the role 'both' can be given another one")
+        return Page(status=error.status, body=error.body())
+    return node_page(view, agent)
 
 
 def timeline_page(request_id: str, timeline: dict[str, Any] | None) -> Page:
@@ -310,6 +318,7 @@ def _node(position: int, view: FleetView, unpaired: UnpairedReasons) -> dict[str
         "name": info.name,
         "address": info.location,
         "role": info.role,
+        "role_pinned": node.role_pinned,
         "state": node.state.value,
         "breaker": node.breaker.value,
         "dialect": info.dialect,

@@ -292,6 +292,24 @@ async def test_what_happened_to_agents_stays_in_sight(stage: Stage) -> None:
     assert kinds == ["lost", "cordoned", "joined"]
 
 
+async def test_an_agent_of_both_roles_is_given_one(stage: Stage) -> None:
+    """And every request then goes through the pair that the pins make."""
+    one, two = await stage.agent("both"), await stage.agent("both")
+    pins = [(one, "prefill"), (two, "decode")]
+    for node, role in pins:
+        async with stage.http.post(f"{stage.proxy.url}/nodes/{node.incarnation}/role/{role}") as response:
+            assert response.status == 200
+            assert (await response.json())["role"] == role
+    for _ in range(4):
+        status, _ = await stage.ask(BODY)
+        assert status == 200
+    assert (len(one.asked), len(two.asked)) == (4, 4)
+    fixed = await stage.agent("decode")
+    for node, role, status in ((fixed, "both", 409), (one, "proxy", 404)):
+        async with stage.http.post(f"{stage.proxy.url}/nodes/{node.incarnation}/role/{role}") as response:
+            assert response.status == status
+
+
 async def test_viewers_share_one_snapshot_per_second(
     start_stage: StartStage, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -339,6 +339,30 @@ def test_a_cordoned_agent_is_out_of_rotation_until_told_otherwise_or_restarted()
     assert not registry.cordon(ONE_ID), "nobody of that name"
 
 
+def test_the_role_of_an_agent_for_both_is_pinned_until_told_otherwise() -> None:
+    registry = TimedRegistry()
+    registry.at(0.0).register(ONE)
+    registry.at(0.0).register(registration("prefill", 2))
+    assert registry.snapshot().pairing.serves_alone(0)
+    published: list[Any] = []
+    registry.subscribe(published.append)
+    assert registry.pin_role(ONE_ID, "decode")
+    assert [each.role for each in published] == ["decode"], "workers hear of it"
+    for at in (1.0, 2.0):
+        node, _ = registry.at(at).snapshot().nodes
+        assert (node.info.role, node.role_pinned) == ("decode", True)
+        pairing = registry.snapshot().pairing
+        assert not pairing.serves_alone(0) and pairing.serving(ONE.model, "prefill") == [1]
+        registry.at(at).register(ONE)  # its pings do not undo it
+    assert registry.pin_role(ONE_ID, "both")
+    assert registry.snapshot().nodes[0].info.role == "both" and not registry.snapshot().nodes[0].role_pinned
+    assert registry.snapshot().pairing.serves_alone(0)
+    assert registry.pin_role(Incarnation(f"{2:016x}"), "both") is False, "it was started as one of them"
+    assert registry.pin_role(Incarnation("nobody"), "both") is None
+    kinds = [event.kind for event in registry.events.latest()]
+    assert kinds.count(EventKind.ROLE_PINNED) == 2
+
+
 def test_an_agent_that_keeps_failing_is_out_but_for_its_probes() -> None:
     registry = TimedRegistry(breakers=BreakerSettings(failures=2, pause_s=1.0))
     registry.at(0.0).register(ONE)

@@ -246,6 +246,24 @@ async def test_an_agent_that_is_asked_to_drain_gets_nothing_new_from_any_worker(
         assert await process.reserve() is NoPair.NO_DECODE
 
 
+async def test_a_pinned_role_reaches_all_workers(office: Office) -> None:
+    one, other = await office.process(), await office.process()
+    both = registration("both", 7)
+    office.registry.register(both)
+    agent = Incarnation(both.incarnation)
+    page = await one.worker.pin_role(agent, "decode")
+    assert page.status == 200
+    shown = msgspec.json.decode(page.body)
+    assert (shown["role"], shown["role_pinned"]) == ("decode", True)
+    for process in (one, other, await office.process()):
+        [node] = [each for each in process.fleet.registry.snapshot().nodes if each.incarnation == agent]
+        assert node.info.role == "decode"
+    assert (await other.worker.pin_role(agent, "both")).status == 200
+    page = await one.worker.pin_role(DECODE_ID, "prefill")
+    assert (page.status, msgspec.json.decode(page.body)["error"]["code"]) == (409, "role_fixed")
+    assert (await one.worker.pin_role(Incarnation("nobody"), "both")).status == 404
+
+
 async def test_a_cordon_reaches_all_workers(office: Office) -> None:
     one, other = await office.process(), await office.process()
     page = await one.worker.cordon(DECODE_ID, True)
