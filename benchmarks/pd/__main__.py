@@ -166,16 +166,15 @@ async def _timeline(setup: Setup, options: argparse.Namespace, found: Found) -> 
 
 
 async def _turning(setup: Setup, options: argparse.Namespace, found: Found) -> None:
-    """Every fleet that is asked for, one after the other; one that does not start leaves the others."""
+    """Every fleet that is asked for, one after the other."""
     rows: dict[str, list[Seen]] = {}
-    for name in options.fleets or fleets(len(setup.gpus)):
-        try:
-            rows[name] = await turn(name, setup, options.seconds, _vocabulary(setup), found)
-            brief = {key: value for key, value in found[name].items() if key != "prompt shares"}
-            print(f"{name}: {json.dumps(brief)}", flush=True)
-            write_rows(options.logs / "requests.csv.gz", rows)
-        except* (AssertionError, TimeoutError, LaunchError) as errors:
-            print(f"{name}: left out: {errors.exceptions}", flush=True)
+    names = options.fleets or list(fleets(len(setup.gpus)))
+    async for name, seen in turn(names, setup, options.seconds, _vocabulary(setup), found):
+        rows[name] = seen
+        brief = {key: value for key, value in found[name].items() if key != "prompt shares"}
+        print(f"{name}: {json.dumps(brief)}", flush=True)
+        write_rows(options.logs / "requests.csv.gz", rows)
+        (options.logs / "turning.json").write_text(json.dumps(found))
 
 
 def _parallel(options: argparse.Namespace, side: int) -> tuple[str, ...]:

@@ -43,12 +43,14 @@ class Answer:
 async def same_answers(
     setup: Setup, systems: Sequence[System], num_prompts: int, found: dict[str, dict[str, Any]]
 ) -> None:
-    """Put into `found` how many greedy answers of each system equal a plain server's. The first token of
-    another lies within LOGPROB_GAP of the plain server's (`ties`) or not (`wrong`).
+    """Put into `found` how many greedy answers of each system equal a plain server's, and as the control how
+    many of its own do that is asked again: in 16 bits an answer may depend on what is computed beside it. The
+    first token of another lies within LOGPROB_GAP of the plain server's (`ties`) or not (`wrong`).
     """
     prompts = [prompt.prompt for prompt in heldout(num_prompts)]
     async with running("plain", setup) as fleet:
         wanted = await _answers(fleet.url, prompts)
+        found["plain, asked again"] = _compared(await _answers(fleet.url, prompts), wanted)
     for system in systems:
         async with running(system, setup) as fleet:
             answers = await _answers(fleet.url, prompts)

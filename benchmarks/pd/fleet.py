@@ -17,7 +17,6 @@ import aiohttp
 
 from kvferry.deploy.launcher import start_process
 from kvferry.proxy.wire.registration import Role
-from tests.helpers.commands import PROXY
 from tests.helpers.metrics import is_shown, scrape, total
 from tests.helpers.servers import free_port, running_server
 
@@ -130,13 +129,8 @@ KV_ROLES: Mapping[Role, str] = MappingProxyType(
 
 
 @asynccontextmanager
-async def running(
-    system: System, setup: Setup, roles: Sequence[Role] | None = None
-) -> AsyncIterator[Running]:
-    """Start a system. `roles`: of its servers, where they are not the system's own two.
-
-    Raises `AssertionError` with the end of a log if it does not start, or a group.
-    """
+async def running(system: System, setup: Setup) -> AsyncIterator[Running]:
+    """Start a system. Raises `AssertionError` with the end of a log if it does not start, or a group."""
     async with AsyncExitStack() as stack:
         if system == "plain":
             port = free_port()
@@ -144,39 +138,52 @@ async def running(
             pid = await stack.enter_async_context(_vllm("plain", own, port, setup.gpus[0], None))
             yield Running(_url(port), (_url(port),), (pid,), None)
             return
-        roles = KINDS[system].roles if roles is None else roles
+        roles = KINDS[system].roles
         ports = [free_port() for _ in roles]
-        words = ["--decode-only-fallback", "false", *KINDS[system].words]
-        if system == "nixl":
-            words += ["--prefill", _url(ports[0]), "--decode", _url(ports[1])]
-        proxy = await start_process("proxy", (*PROXY, *words), setup.log_dir)
-        stack.push_async_callback(proxy.stop)
-        pids = await _start_servers(stack, system, setup, roles, ports, proxy.listening["discovery_port"])
-        await _until_ready(proxy.url)
-        yield Running(proxy.url, tuple(map(_url, ports)), pids, setup.log_dir / "proxy.log")
+        servers = ["--prefill", _url(ports[0]), "--decode", _url(ports[1])] if system == "nixl" else []
+        discovery_port = free_port()
+        proxy_url = await stack.enter_async_context(proxied(system, setup, discovery_port, servers))
+        pids = await stack.enter_async_context(servers_running(system, setup, roles, ports, discovery_port))
+        await _until_ready(proxy_url)
+        yield Running(proxy_url, tuple(map(_url, ports)), pids, setup.log_dir / "proxy.log")
 
 
-async def _start_servers(
-    stack: AsyncExitStack,
-    system: System,
-    setup: Setup,
-    roles: Sequence[Role],
-    ports: Sequence[int],
-    discovery_port: int,
-) -> tuple[int, ...]:
-    """Their process ids, once all serve."""
+@asynccontextmanager
+async def proxied(
+    system: System, setup: Setup, discovery_port: int, further: Sequence[str] = ()
+) -> AsyncIterator[str]:
+    """Our proxy as the system has it; its URL. Raises as `running` does."""
+    words = ("--port", "0", "--discovery-port", str(discovery_port), "--decode-only-fallback", "false")
+    argv = ("-m", "kvferry.proxy", *words, *KINDS[system].words, *further)
+    proxy = await start_process("proxy", argv, setup.log_dir)
+    try:
+        yield proxy.url
+    finally:
+        await proxy.stop()
+
+
+@asynccontextmanager
+async def servers_running(
+    system: System, setup: Setup, roles: Sequence[Role], ports: Sequence[int], discovery_port: int
+) -> AsyncIterator[tuple[int, ...]]:
+    """The system's vLLM servers, which announce themselves to that port; their process ids, once all serve.
+
+    Raises as `running` does.
+    """
     servers = []
     for at, (role, port, gpu) in enumerate(zip(roles, ports, setup.gpus, strict=True)):
         transfer = _transfer(system, KV_ROLES[role], setup, _url(port), f"127.0.0.1:{discovery_port}")
         words = setup.prefill_arguments if role == "prefill" or at == 0 else setup.decode_arguments
         own = replace(setup, arguments=(*setup.arguments, *words))
         servers.append(_vllm(f"{system}-{role}-{at}", own, port, gpu, transfer))
-    if len(set(setup.gpus)) == len(setup.gpus):
-        async with asyncio.TaskGroup() as starting:
-            pids = [starting.create_task(stack.enter_async_context(server)) for server in servers]
-        return tuple(pid.result() for pid in pids)
-    # One after the other: on one GPU the second would count on memory that the first is about to take.
-    return tuple([await stack.enter_async_context(server) for server in servers])
+    async with AsyncExitStack() as stack:
+        if len(set(setup.gpus)) == len(setup.gpus):
+            async with asyncio.TaskGroup() as starting:
+                pids = [starting.create_task(stack.enter_async_context(server)) for server in servers]
+            yield tuple(pid.result() for pid in pids)
+        else:
+            # One by one: on one GPU the second would count on memory that the first is about to take.
+            yield tuple([await stack.enter_async_context(server) for server in servers])
 
 
 @asynccontextmanager

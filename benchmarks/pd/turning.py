@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from random import Random
 from typing import Any, NamedTuple
 
+import aiohttp
+
 from benchmarks import plan_reality
-from benchmarks.pd.fleet import Setup, System, running
+from benchmarks.pd.fleet import READY_S, Setup, System, proxied, servers_running
 from benchmarks.pd.load import OBJECTIVES, WARM_UP_RATE, Seen, offer, send, summary
 from benchmarks.turns import turning
 from kvferry.deploy.bench.arrivals import SizedArrival
@@ -17,6 +19,7 @@ from kvferry.deploy.bench.workload import PlannedRequest
 from kvferry.deploy.plan.command import EVERY_PROMPT, PlanConfig, serve
 from kvferry.deploy.plan.running_fleet import fetch_agents, server_model
 from kvferry.proxy.wire.registration import Role
+from tests.helpers.servers import free_port
 
 WARM_UP_S = 8.0
 
@@ -31,7 +34,7 @@ class Turn(NamedTuple):
 
 
 TURNS = (
-    Turn("long prompts", 8192, 64, 9.0),
+    Turn("long prompts", 8192, 64, 11.0),
     Turn("short prompts", 256, 256, 45.0),
     Turn("long answers", 512, 1024, 12.0),
 )
@@ -70,24 +73,46 @@ def requests(load: Sequence[SizedArrival], vocabulary: int, seed: int = 4) -> It
 
 
 async def turn(
-    name: str, setup: Setup, seconds: float, vocabulary: int, found: dict[str, dict[str, Any]]
-) -> list[Seen]:
-    """Offer the mix to a fleet. Its figures go to `found`, also by kind of request, and what share of each
-    server's work was prompts, each second; where the proxy chooses, what `kvferry plan` says of every fleet.
+    names: Sequence[str], setup: Setup, seconds: float, vocabulary: int, found: dict[str, dict[str, Any]]
+) -> AsyncIterator[tuple[str, list[Seen]]]:
+    """Offer the mix to each of these fleets, and yield what clients saw. All have the same servers, which can
+    do both: each has its own proxy, which pins their roles.
+
+    The figures go to `found`, also by kind of request, and what share of each server's work was prompts, each
+    second; where the proxy chooses, what `kvferry plan` says of every fleet.
     """
-    system, roles, _ = fleets(len(setup.gpus))[name]
-    load = arrivals(len(roles), seconds)
-    shares: list[tuple[float, list[float]]] = []
-    async with running(system, setup, roles) as fleet:
-        await offer(fleet.url, WARM_UP_RATE * len(roles) / 2, WARM_UP_S, vocabulary, seed=0)
-        sampling = asyncio.ensure_future(plan_reality.sample(fleet.url, shares))
-        seen = await send(fleet.url, len(load) / seconds / len(TURNS), requests(load, vocabulary))
-        sampling.cancel()
-        await asyncio.gather(sampling, return_exceptions=True)
-        found[name] = summary(seen, []) | {"turns": by_turn(seen), "prompt shares": shares}
-        if system == "auto-both":
-            found[name]["plan"] = await plans(fleet.url, load)
-    return seen
+    number, discovery_port = len(setup.gpus), free_port()
+    load, ports = arrivals(number, seconds), [free_port() for _ in setup.gpus]
+    async with servers_running("auto-both", setup, ["both"] * number, ports, discovery_port):
+        for at, name in enumerate(names):
+            system, roles, _ = fleets(number)[name]
+            async with proxied(system, setup, discovery_port) as url:
+                await pin_roles(url, roles)
+                await offer(url, WARM_UP_RATE * number / 2, WARM_UP_S, vocabulary, seed=0)
+                shares: list[tuple[float, list[float]]] = []
+                sampling = asyncio.ensure_future(plan_reality.sample(url, shares))
+                rate = len(load) / seconds / len(TURNS)
+                seen = await send(url, rate, requests(load, vocabulary, seed=4 + at))
+                sampling.cancel()
+                await asyncio.gather(sampling, return_exceptions=True)
+                found[name] = summary(seen, []) | {"turns": by_turn(seen), "prompt shares": shares}
+                if system == "auto-both":
+                    found[name]["plan"] = await plans(url, load)
+            yield name, seen
+
+
+async def pin_roles(url: str, roles: Sequence[Role]) -> None:
+    """Wait for as many servers as there are roles, and have the proxy use each for one."""
+    async with asyncio.timeout(READY_S), aiohttp.ClientSession() as http:
+        while True:
+            async with http.get(f"{url}/nodes") as response:
+                nodes = [node for node in (await response.json())["nodes"] if node["state"] == "ready"]
+            if len(nodes) == len(roles):
+                break
+            await asyncio.sleep(0.1)
+        for node, role in zip(nodes, roles, strict=True):
+            async with http.post(f"{url}/nodes/{node['incarnation']}/role/{role}") as response:
+                response.raise_for_status()
 
 
 def by_turn(seen: Sequence[Seen]) -> dict[str, dict[str, object]]:
