@@ -3,7 +3,7 @@
 and how long a page keeps requests from being served. Then, with real sockets and processes, what a whole
 request costs the proxy and another router in front of few and of many stand-in engines.
 
-python -m benchmarks.fleet_cost [--agents 2,32,128,512,1000] [--policy round_robin]
+python -m benchmarks.fleet_cost [--agents 2,32,128,512,1000] [--policy round_robin] [--both]
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvferry.proxy.telemetry.collectors import FleetCollector
 from kvferry.proxy.telemetry.history import FailureLog, History
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.telemetry.request_log import Timelines
-from kvferry.proxy.wire.registration import Incarnation, Load, Register
+from kvferry.proxy.wire.registration import Capacity, Incarnation, Load, Register
 
 SIZES = (2, 32, 128, 512, 1000)
 LEAST_S = 0.3
@@ -46,6 +46,12 @@ ROUTERS = {
 ROUTED = (2, 128)
 """Engines behind each of them."""
 REQUESTS = 3200
+MEASURED = Capacity(
+    prompts=100, prefill_s=5.0, decode_s=20.0, answers=100, answer_tokens=20_000, slots=256, step_s=0.007,
+    sequence_s=0.0001, token_s=0.000027, backlog_s=0.0,
+)  # fmt: skip
+"""What every agent has measured, so that the costs of requests are compared."""
+TICK_S = 1e-5
 MISFITS = 4
 """Layouts in the fleet where nothing fits; each prefill agent has one, and no decode agent has it."""
 
@@ -74,6 +80,7 @@ def agent(number: int, running: int = 0, *, fits: bool = True) -> Register:
         state="ready",
         steps=0,
         load=Load(running, 0, 1000, 1000, 0, max_running=256),
+        capacity=MEASURED,
     )
 
 
@@ -132,8 +139,9 @@ async def page_ms(make: Callable[[], Awaitable[object]]) -> tuple[float, float]:
 class Bench:
     """A fleet without sockets."""
 
-    def __init__(self, agents: int, policy: PolicyName) -> None:
-        self.clock = time.process_time  # on a busy machine no ping may expire meanwhile
+    def __init__(self, agents: int, policy: PolicyName, *, both: bool = False) -> None:
+        self._now = 0.0
+        self.clock = lambda: self._now  # on a busy machine no ping may expire meanwhile
         metrics = Metrics()
         settings = FleetSettings(prefill_policy=policy, decode_policy=policy)
         self.fleet = Fleet(settings, metrics, self.clock)
@@ -150,6 +158,8 @@ class Bench:
         )
         metrics.add_collector(FleetCollector(self.fleet.registry.snapshot, self.fleet.registry.lost, list))
         self._pings = [agent(number) for number in range(agents)]
+        if both:
+            self._pings = [msgspec.structs.replace(ping, role="both") for ping in self._pings]
         self._turn = 0
 
     def register_all(self, **fields: object) -> None:
@@ -176,6 +186,7 @@ class Bench:
 
     def request(self) -> None:
         """Route a request and release its slots."""
+        self._now += TICK_S
         waiting = self.fleet.acquire(self.acquire())
         try:
             waiting.send(None)
@@ -191,9 +202,9 @@ class Bench:
         await self.views._make(name)
 
 
-async def measure(agents: int, policy: PolicyName) -> list[str]:
+async def measure(agents: int, policy: PolicyName, *, both: bool) -> list[str]:
     """Return a row of the table."""
-    bench = Bench(agents, policy)
+    bench = Bench(agents, policy, both=both)
     bench.register_all()
     figures = [cpu_ms(bench.request)]
     bench.register_all()
@@ -204,7 +215,7 @@ async def measure(agents: int, policy: PolicyName) -> list[str]:
         pages.append(await page_ms(lambda name=name: bench.page(name)))  # type: ignore[misc]
     bench.misfit()
     pages.append(await page_ms(lambda: bench.page("nodes")))
-    bench = Bench(agents, policy)
+    bench = Bench(agents, policy, both=both)
     bench.register_all(load=Load(256, 0, 1000, 1000, 0, max_running=256))
     waiter = asyncio.create_task(bench.fleet.acquire(bench.acquire()))
     await asyncio.sleep(0)
@@ -236,18 +247,19 @@ async def routers_table() -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--agents", default=",".join(map(str, SIZES)))
-    parser.add_argument("--policy", choices=get_args(PolicyName), default="round_robin")
+    parser.add_argument("--policy", choices=get_args(PolicyName), default="least_work")
+    parser.add_argument("--both", action="store_true", help="every agent has the role both")
     options = parser.parse_args()
     sizes = [int(size) for size in options.agents.split(",")]
     machine = f"{psutil.cpu_count()} cores, Python {platform.python_version()}, {time.strftime('%F')}"
-    print(f"{options.policy}; {machine}")
+    print(f"{options.policy}{', role both' if options.both else ''}; {machine}")
     pages = [f"{page} (hold)" for page in ("/nodes", "/ready", "/metrics", "/ui", "/nodes, nothing fits")]
     columns = ["agents", "request", "request after a ping", "ping while one waits", *pages]
     print(f"| {' | '.join(columns)} |")
     print("|---" * len(columns) + "|")
     for size in sizes:
         try:
-            row = asyncio.run(measure(size, options.policy))
+            row = asyncio.run(measure(size, options.policy, both=options.both))
         except Overloaded as error:
             raise SystemExit(str(error)) from error
         print(f"| {size} | {' | '.join(row)} |", flush=True)

@@ -54,6 +54,10 @@ they can wait, and near the objective their delay counts in full.
 Cost = tuple[bool, float]
 """Whether an objective is predicted to be missed, and the cost in seconds; so the least is the best."""
 UNKNOWN: Cost = (True, math.inf)
+_DecodeTerms = tuple[bool, float, float, float]
+"""Of the cost of decoding: whether an objective is predicted to be missed, the weight of the seconds that
+follow and of those for which decoding is delayed, the seconds, and the price.
+"""
 
 
 def add(first: Cost, second: Cost) -> Cost:
@@ -75,7 +79,7 @@ class CostedRequest(Protocol):
 
 
 class RouteCosts:
-    """Costs at one moment (`at`), but for the price of an agent's time, which stands for `PRICE_S`. They are
+    """Costs of one request at one moment (`at`); the price of an agent's time stands for `PRICE_S`. They are
     `UNKNOWN` while no agent of the model has measured what they go by.
 
     Args:
@@ -95,7 +99,10 @@ class RouteCosts:
         tpot_s: float,
     ) -> None:
         self._now = 0.0
+        self._request: CostedRequest
         self._states: dict[Incarnation, tuple[float, int, float]] = {}
+        self._prefill_costs: dict[Incarnation, Cost] = {}
+        self._known_terms: dict[Incarnation, _DecodeTerms] = {}
         self._sequences = sequences
         self._prefills = prefills
         self._predicted = predicted
@@ -104,42 +111,35 @@ class RouteCosts:
         self._prices: dict[str, float] = {}
         self._priced_at = -math.inf
 
-    def at(self, now: float, nodes: Iterable[Node]) -> None:
-        """Begin another choice among these agents, at this time on the router's clock."""
-        self._now = now
+    def at(self, now: float, nodes: Iterable[Node], request: CostedRequest) -> None:
+        """Begin the choice for a request among these agents, at this time on the router's clock."""
+        self._now, self._request = now, request
         self._states.clear()
+        self._prefill_costs.clear()
+        self._known_terms.clear()
         if now - self._priced_at >= PRICE_S:
             kept = math.exp((self._priced_at - now) / PRICE_DECAY_S)
             before, self._prices, self._priced_at = self._prices, self._prices_of(nodes), now
             for model, price in self._prices.items():
                 self._prices[model] = max(price, kept * before.get(model, 0.0))
 
-    def prefill(self, node: Node, request: CostedRequest) -> Cost:
+    def prefill(self, node: Node) -> Cost:
         """Return the cost of the prefill leg."""
-        token_s, (queue_s, others, share) = node.speed.token_s, self._state(node)
-        if token_s is None:
-            return UNKNOWN
-        work_s = request.tokens * token_s * node.bias.prefill
-        late, weight = queue_s + work_s > (request.ttft_s or self._ttft_s), self._weight(node)
-        delayed_s = self._step(node, others, share + work_s / _burst_s(node)) if others else None
-        if delayed_s is not None:
-            late = late or delayed_s > self._tpot_s
-            weight *= min(1.0, max(0.0, delayed_s / self._tpot_s)) ** SLACK_POWER
-        return late, queue_s + work_s * (1.0 + others * weight)
+        agent = node.info.incarnation
+        known = self._prefill_costs.get(agent)
+        if known is None:
+            known = self._prefill_costs[agent] = self._prefill_cost(node)
+        return known
 
-    def decode(self, node: Node, request: CostedRequest) -> Cost:
+    def decode(self, node: Node) -> Cost:
         """Return the cost of the decode leg, where another server computes the prompt."""
-        queue_s, decoding, share = self._state(node)
-        return self._decoding(node, request, queue_s + node.speed.pull_s, decoding, share)
+        return self._decoding(node, self._state(node)[0] + node.speed.pull_s)
 
-    def alone(self, node: Node, request: CostedRequest) -> Cost:
+    def alone(self, node: Node) -> Cost:
         """Return the cost of both."""
-        queue_s, decoding, share = self._state(node)
-        delay_s = (queue_s + request.tokens * (node.speed.token_s or 0.0) * node.bias.prefill) * share
-        return add(
-            self.prefill(node, request),
-            self._decoding(node, request, delay_s, decoding, share),
-        )
+        queue_s, _, share = self._state(node)
+        delay_s = (queue_s + self._request.tokens * (node.speed.token_s or 0.0) * node.bias.prefill) * share
+        return add(self.prefill(node), self._decoding(node, delay_s))
 
     def predict(self, prefill: Node, decode: Node, tokens: int, count: int) -> Prediction | None:
         """Return when a prompt that is sent to the server now is computed, and the time per token of so many
@@ -168,21 +168,42 @@ class RouteCosts:
         shares = {model: min(MAX_SHARE, share / max(1, idle[model])) for model, share in busy.items()}
         return {model: share / (1.0 - share) for model, share in shares.items()}
 
-    def _decoding(
-        self, node: Node, request: CostedRequest, delay_s: float, others: int, share: float
-    ) -> Cost:
-        count = request.decoded_sequences
-        if not count:
-            return False, 0.0
-        own_s, sequence_s = self._step(node, others + count, share), node.speed.sequence_s
-        if own_s is None or sequence_s is None:
+    def _prefill_cost(self, node: Node) -> Cost:
+        token_s, request = node.speed.token_s, self._request
+        if token_s is None:
             return UNKNOWN
-        others_s, answer_tokens = others * sequence_s * node.bias.decode, node.speed.answer_tokens
-        late = own_s > (request.tpot_s or self._tpot_s)
-        cost = self._weight(node) * count * (delay_s + answer_tokens * (own_s + others_s))
+        queue_s, others, share = self._state(node)
+        work_s = request.tokens * token_s * node.bias.prefill
+        late = queue_s + work_s > (request.ttft_s or self._ttft_s)
+        if not others:
+            return late, queue_s + work_s
+        delayed_s, weight = self._step(node, others, share + work_s / _burst_s(node)), self._weight(node)
+        if delayed_s is not None:
+            late = late or delayed_s > self._tpot_s
+            weight *= min(1.0, max(0.0, delayed_s / self._tpot_s)) ** SLACK_POWER
+        return late, queue_s + work_s * (1.0 + others * weight)
+
+    def _decoding(self, node: Node, delay_s: float) -> Cost:
+        if not self._request.decoded_sequences:
+            return False, 0.0
+        agent = node.info.incarnation
+        known = self._known_terms.get(agent)
+        if known is None:
+            known = self._known_terms[agent] = self._decode_terms(node)
+        late, weight, answer_s, price_s = known
+        return late, weight * (delay_s + answer_s) + price_s
+
+    def _decode_terms(self, node: Node) -> _DecodeTerms:
+        _, others, share = self._state(node)
+        request, speed, count = self._request, node.speed, self._request.decoded_sequences
+        own_s, sequence_s = self._step(node, others + count, share), speed.sequence_s
+        if own_s is None or sequence_s is None:
+            return True, 1.0, math.inf, 0.0
+        answer_s, price_s = speed.answer_tokens * own_s, 0.0
         if node.info.role == "both":
-            cost += answer_tokens * own_s * self._prices.get(node.info.model, 0.0) / (others + 1)
-        return late, cost
+            price_s = answer_s * self._prices.get(node.info.model, 0.0) / (others + 1)
+        answer_s += speed.answer_tokens * others * sequence_s * node.bias.decode
+        return own_s > (request.tpot_s or self._tpot_s), self._weight(node) * count, answer_s, price_s
 
     def _step(self, node: Node, count: int, share: float) -> float | None:
         """Return the time per token of so many sequences, while prompts take that share of the time."""

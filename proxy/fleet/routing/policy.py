@@ -86,42 +86,31 @@ class LeastWork(Policy):
 
     def __init__(self, costs: RouteCosts, leg: Leg) -> None:
         self._costs = costs
-        self._leg = leg
+        self._cost = costs.prefill if leg == "prefill" else costs.decode
 
     def pick(self, candidates: Candidates, request: RoutingRequest, turn: int) -> Node:
         if len(candidates) == 1:
             return candidates[0]
-        least = _least(candidates, lambda node: self._cost(node, request), turn)
+        least = _least(_compared(candidates, turn), self._cost)
         return candidates.least_loaded(turn) if least is None else least[1]
 
     def pick_alone(self, candidates: Candidates, request: RoutingRequest, turn: int) -> Node:
-        least = _least(candidates, lambda node: self._costs.alone(node, request), turn)
+        least = _least(_compared(candidates, turn), self._costs.alone)
         return candidates.least_loaded(turn) if least is None else least[1]
 
-    def pair(
-        self, prefill: Node, partners: Candidates, request: RoutingRequest, turn: int
-    ) -> tuple[Node, Node] | None:
+    def pair(self, prefill: Node, partners: Candidates, turn: int) -> tuple[Node, Node] | None:
         """Return the prefill agent and the partner that costs least, or twice an agent of role `both` that
         costs less alone; None if no cost is known.
         """
-
-        def beside(node: Node) -> Cost:
-            return UNKNOWN if node is prefill else self._costs.decode(node, request)
-
-        def alone(node: Node) -> Cost:
-            may_choose = node.info.role == "both" and serves_alone(node.info.dialect, "decode")
-            return self._costs.alone(node, request) if may_choose else UNKNOWN
-
-        decode = _least(partners, beside, turn)
+        compared = _compared(partners, turn)
+        decode = _least([node for node in compared if node is not prefill], self._costs.decode)
         if "both" in (prefill.info.role, decode and decode[1].info.role):
-            by_itself, cost = _least(partners, alone, turn), self._costs.prefill(prefill, request)
-            if by_itself is not None and (decode is None or by_itself[0] <= add(cost, decode[0])):
-                return by_itself[1], by_itself[1]
+            by_itself = _least([node for node in compared if _may_be_alone(node)], self._costs.alone)
+            if by_itself is not None:
+                cost = self._costs.prefill(prefill)
+                if decode is None or by_itself[0] <= add(cost, decode[0]):
+                    return by_itself[1], by_itself[1]
         return decode and (prefill, decode[1])
-
-    def _cost(self, node: Node, request: RoutingRequest) -> Cost:
-        costs = self._costs
-        return costs.prefill(node, request) if self._leg == "prefill" else costs.decode(node, request)
 
 
 class Session(Policy):
@@ -266,18 +255,29 @@ def _rank(session: str, address: str) -> bytes:
     return digest(Purpose.SESSION, session, address, size=8)
 
 
-def _least(candidates: Candidates, cost: Callable[[Node], Cost], turn: int) -> tuple[Cost, Node] | None:
-    """Return the least cost and its agent; of equals the first, counted from the one whose turn it is. None
-    if no cost is known.
+def _compared(candidates: Candidates, turn: int) -> list[Node]:
+    """Return the agents whose costs are compared, counted from the one whose turn it is; none while none has
+    measured anything.
     """
     count = len(candidates)
     if candidates[turn % count].speed.token_s is None:
-        return None
+        return []
     looks = count if count <= ALL_LOOKS else MAX_LOOKS
-    looked = [candidates[(turn + at * (count // looks)) % count] for at in range(looks)]
-    costs = [cost(node) for node in looked]
-    late, least_s = min(costs)
+    return [candidates[(turn + at * (count // looks)) % count] for at in range(looks)]
+
+
+def _least(nodes: Sequence[Node], cost: Callable[[Node], Cost]) -> tuple[Cost, Node] | None:
+    """Return the least cost and its agent, of equals the first; None if no cost is known."""
+    costs = list(map(cost, nodes))
+    late, least_s = min(costs, default=UNKNOWN)
     if not least_s < math.inf:
         return None
     most = late, (1.0 + TIE) * least_s
-    return next((each for each in zip(costs, looked, strict=True) if each[0] <= most), None)
+    for each, node in zip(costs, nodes, strict=True):
+        if each <= most:
+            return each, node
+    return None
+
+
+def _may_be_alone(node: Node) -> bool:
+    return node.info.role == "both" and serves_alone(node.info.dialect, "decode")

@@ -128,7 +128,7 @@ class Router:
         no others are left. With `apart`, no agent is paired with itself. With `decode_only`, a decode agent
         serves alone where no prefill agent is ready, or the canary has taken out all pairs.
         """
-        self._costs.at(now, snapshot.nodes)
+        self._costs.at(now, snapshot.nodes, request)
         for agents in (_without(snapshot, exclude), snapshot) if exclude else (snapshot,):
             chosen = self._choose(agents, request, turns, apart)
             if decode_only and not apart and is_decode_only(snapshot, request.model, chosen):
@@ -199,7 +199,7 @@ class Router:
         skewed = _skewed(turn, len(prefills), len(partners))
         policy, least = self._policies["decode"], None
         if self._may_be_alone and not apart and len(partners) > 1 and isinstance(policy, LeastWork):
-            least = policy.pair(prefill, partners, request, skewed)
+            least = policy.pair(prefill, partners, skewed)
         prefill, decode = least or (prefill, policy.pick(partners, request, skewed))
         streamed = self.streams(prefill, decode, request)
         lenders = self._prefix_lenders

@@ -57,9 +57,10 @@ class RoutingRequest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @cached_property
     def tokens(self) -> int:
         """The prompt's length in tokens: exact for token ids, else an estimate."""
-        if self._has_ids:
-            return self._json.count(b",") + 1
-        return -(-len(self._text) // BYTES_PER_TOKEN)
+        prompt = self._json
+        if _is_of_ids(prompt):
+            return prompt.count(b",") + 1
+        return -(-len(_text(prompt)) // BYTES_PER_TOKEN)
 
     @property
     def tokens_per_prompt(self) -> int:
@@ -77,7 +78,9 @@ class RoutingRequest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
         Two prompts share as many leading digests as they share whole chunks.
         """
-        kind, chunks = ("ids", self._chunks_of_ids()) if self._has_ids else ("text", self._chunks_of_text())
+        prompt = self._json
+        is_ids = _is_of_ids(prompt)
+        kind, chunks = ("ids", _chunks_of_ids(prompt)) if is_ids else ("text", _chunks_of_text(prompt))
         root = digest(Purpose.ROUTE_ROOT, self.model, self.cache_salt, kind, size=_DIGEST_BYTES)
         return tuple(chain(Purpose.ROUTE_CHUNK, root, chunks))
 
@@ -87,32 +90,33 @@ class RoutingRequest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         prompt = self.prompt
         return bytes(prompt) if isinstance(prompt, msgspec.Raw) else msgspec.json.encode(prompt)
 
-    @cached_property
-    def _has_ids(self) -> bool:
-        prompt = self._json
-        return prompt.startswith(b"[") and not prompt.translate(None, _OF_TOKEN_IDS)
 
-    @property
-    def _text(self) -> bytes:
-        """Texts as JSON spells them, and messages as they are."""
-        prompt = self._json
-        if prompt.startswith(b'"'):
-            return prompt[1:-1]
-        if prompt[1:].lstrip().startswith(b'"'):
-            return msgspec.json.encode("".join(_TEXTS.decode(prompt)))[1:-1]
-        return prompt
+def _is_of_ids(prompt: bytes) -> bool:
+    """Return whether a prompt, as JSON, is of token ids."""
+    return prompt.startswith(b"[") and not prompt.translate(None, _OF_TOKEN_IDS)
 
-    def _chunks_of_text(self) -> Iterator[bytes]:
-        size, text = CHUNK_TOKENS * BYTES_PER_TOKEN, self._text
-        for start in range(0, min(len(text) - size + 1, size * MAX_CHUNKS), size):
-            yield text[start : start + size]
 
-    def _chunks_of_ids(self) -> Iterator[bytes]:
-        """Yield chunks of the beginning; there may be millions of ids."""
-        most = MAX_CHUNKS * CHUNK_TOKENS
-        ids = self._json.translate(None, _BRACKETS_AND_SPACE).split(b",", most)[:most]
-        for start in range(0, len(ids) - CHUNK_TOKENS + 1, CHUNK_TOKENS):
-            yield b",".join(ids[start : start + CHUNK_TOKENS])
+def _text(prompt: bytes) -> bytes:
+    """Return texts as JSON spells them, and messages as they are."""
+    if prompt.startswith(b'"'):
+        return prompt[1:-1]
+    if prompt[1:].lstrip().startswith(b'"'):
+        return msgspec.json.encode("".join(_TEXTS.decode(prompt)))[1:-1]
+    return prompt
+
+
+def _chunks_of_text(prompt: bytes) -> Iterator[bytes]:
+    size, text = CHUNK_TOKENS * BYTES_PER_TOKEN, _text(prompt)
+    for start in range(0, min(len(text) - size + 1, size * MAX_CHUNKS), size):
+        yield text[start : start + size]
+
+
+def _chunks_of_ids(prompt: bytes) -> Iterator[bytes]:
+    """Yield chunks of the beginning; there may be millions of ids."""
+    most = MAX_CHUNKS * CHUNK_TOKENS
+    ids = prompt.translate(None, _BRACKETS_AND_SPACE).split(b",", most)[:most]
+    for start in range(0, len(ids) - CHUNK_TOKENS + 1, CHUNK_TOKENS):
+        yield b",".join(ids[start : start + CHUNK_TOKENS])
 
 
 def routing_request(request: ClientRequest, session: str | None) -> RoutingRequest:
