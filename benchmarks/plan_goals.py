@@ -5,9 +5,10 @@
 
 For each trace, and a mix of prompts of 256 and 8,192 tokens, the highest rate is sought that the best of all
 fixed settings (splits with and without a threshold, and all servers together) serves with 0.99 of the goodput
-that it has at one request a second. Then all settings and the choice serve 70, 90 and 100 % of it, with the
-same defaults for all loads. Last come loads that turn from one kind of request to another. The exit status is
-1 if a goal is missed.
+that it has at one request a second for 8 servers. Then all settings and the choice serve 70, 90 and 100 % of
+it, with the same defaults for all loads. Of more than 8 servers, splits by an eighth of them are tried, and
+then some around the best, closer and closer. Last come loads that turn from one kind of request to another.
+The exit status is 1 if a goal is missed.
 """
 
 from __future__ import annotations
@@ -23,7 +24,14 @@ from typing import Any
 from benchmarks.turns import Kind, turning
 from kvferry.common.roles import Role
 from kvferry.deploy.bench.arrivals import SizedArrival, at_rate, poisson, read_trace
-from kvferry.deploy.plan.command import PlanConfig, PlanRow, outcomes, serve
+from kvferry.deploy.plan.command import (
+    EVERY_PROMPT,
+    MAX_SPLITS,
+    PlanConfig,
+    PlanRow,
+    serve,
+    split_outcomes,
+)
 from kvferry.deploy.plan.simulation import ServerModel
 
 CONFIG = PlanConfig()
@@ -46,11 +54,26 @@ TURNING: dict[str, tuple[Kind, Kind]] = {
 """For 8 servers."""
 
 
-def fixed(load: Sequence[SizedArrival], servers: int) -> PlanRow:
-    """Return what the best of all fixed settings makes of a load."""
-    rows = [row for row in outcomes(CONFIG, load, MODEL, servers) if row.name != "auto"]
+def best_of(rows: Sequence[PlanRow]) -> PlanRow:
     most = max(row.goodput for row in rows)
     return min((row for row in rows if row.goodput >= most - EQUAL), key=lambda row: row.ttft_p50_s)
+
+
+def fixed(load: Sequence[SizedArrival], servers: int) -> Iterator[PlanRow]:
+    """Yield what fixed settings make of a load."""
+    both: list[Role] = ["both"] * servers
+    yield serve("together", CONFIG, load, MODEL, both, EVERY_PROMPT)
+    step, splits = max(1, servers // MAX_SPLITS), dict[int, PlanRow]()
+    around = list(range(step, servers, step))
+    while step:
+        for prefills in around:
+            if 0 < prefills < servers and prefills not in splits:
+                rows = list(split_outcomes(CONFIG, load, MODEL, servers, prefills))
+                splits[prefills] = best_of(rows)
+                yield from rows
+        best, step = best_of(list(splits.values())), step // 2
+        [middle] = [prefills for prefills, row in splits.items() if row is best]
+        around = [middle - step, middle + step]
 
 
 def chosen(load: Sequence[SizedArrival], servers: int) -> PlanRow:
@@ -59,16 +82,16 @@ def chosen(load: Sequence[SizedArrival], servers: int) -> PlanRow:
 
 
 def highest_rate(load: Sequence[SizedArrival], servers: int) -> float:
-    """Return the rate that some fixed setting serves with `KEPT` of the goodput that it has at one request a
-    second: some prompts may be too long for the objective at any rate.
+    """Return the rate that some fixed setting serves with `KEPT` of the goodput of the best at one request a
+    second for 8 servers: some prompts may be too long for the objective at any rate.
     """
-    kept = KEPT * fixed(at_rate(load, 1.0), servers).goodput
+    low = servers / 8
+    kept = KEPT * best_of(list(fixed(at_rate(load, low), servers))).goodput
 
     def is_served(rate: float) -> bool:
-        rows = outcomes(CONFIG, at_rate(load, rate), MODEL, servers)
-        return any(row.goodput >= kept for row in rows if row.name != "auto")
+        return any(row.goodput >= kept for row in fixed(at_rate(load, rate), servers))
 
-    low, high = 1.0, 2.0
+    high = 2 * low
     while is_served(high):
         low, high = high, 2 * high
     for _ in range(SEARCH_STEPS):
@@ -80,7 +103,7 @@ def highest_rate(load: Sequence[SizedArrival], servers: int) -> float:
 def compared(
     name: str, load: Sequence[SizedArrival], servers: int, gain: float, ttft: float
 ) -> dict[str, Any]:
-    best, auto = fixed(load, servers), chosen(load, servers)
+    best, auto = best_of(list(fixed(load, servers))), chosen(load, servers)
     ratios = auto.goodput / max(best.goodput, 1e-9), auto.ttft_p50_s / best.ttft_p50_s
     is_kept = ratios[0] >= gain and ratios[1] <= ttft
     print(
@@ -100,11 +123,11 @@ def results(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
     loads = {path.name.split(".")[0]: read_trace(path)[: options.requests] for path in options.traces}
     loads["half long, half short"] = poisson(choose, lambda _: 256, 8.0, options.requests, Random(0))
-    rates = {name: highest_rate(load, 8) for name, load in loads.items()}
     for servers in options.servers:
         for name, load in loads.items():
+            highest = highest_rate(load, servers)
             for level in LEVELS:
-                rate = level * rates[name] * servers / 8
+                rate = level * highest
                 title = f"{name}, {rate:.1f}/s"
                 yield compared(title, at_rate(load, rate), servers, GOODPUT_RATIO, TTFT_RATIO)
         for name, kinds in TURNING.items():

@@ -146,12 +146,18 @@ def outcomes(
     both: list[Role] = ["both"] * number
     yield serve("together", config, load, model, both, EVERY_PROMPT)
     for prefills in range(1, number, max(1, number // MAX_SPLITS)):
-        roles: list[Role] = [*["prefill"] * prefills, *["decode"] * (number - prefills)]  # type: ignore[list-item]
-        name = f"{prefills} + {number - prefills}"
-        yield serve(name, config, load, model, roles, 0)
-        threshold = config.split_min_tokens
-        yield serve(f"{name}, from {threshold}", config, load, model, roles, threshold)
+        yield from split_outcomes(config, load, model, number, prefills)
     yield serve("auto", config, load, model, both, None)
+
+
+def split_outcomes(
+    config: PlanConfig, load: Sequence[SizedArrival], model: ServerModel, number: int, prefills: int
+) -> Iterator[PlanRow]:
+    """Serve the load by so many prefill servers and decode servers, without the threshold and with it."""
+    roles: list[Role] = [*["prefill"] * prefills, *["decode"] * (number - prefills)]  # type: ignore[list-item]
+    name, threshold = f"{prefills} + {number - prefills}", config.split_min_tokens
+    yield serve(name, config, load, model, roles, 0)
+    yield serve(f"{name}, from {threshold}", config, load, model, roles, threshold)
 
 
 def serve(
