@@ -193,7 +193,7 @@ def _vocabulary(setup: Setup) -> int:
 
 def _for_checks(setup: Setup, options: argparse.Namespace) -> Setup:
     """Answers are compared of a model that has been trained: others hardly prefer one token to another."""
-    words = ("--max-model-len", "2048", "--max-num-seqs", "32")
+    words = ("--dtype", options.check_dtype, "--max-model-len", "2048", "--max-num-seqs", "32")
     # A given size of the pool, so that several checks can share GPUs: vLLM measures no free memory then.
     memory = ("--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(CHECK_POOL_BYTES))
     return replace(setup, model=options.check_model, arguments=words + memory)
@@ -224,6 +224,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--python", default=sys.executable, help="vLLM's Python")
     parser.add_argument("--model", type=Path, required=True, help="directory of the model")
     parser.add_argument("--check-model", type=Path, default=ROOT / "deploy" / "models" / "ferry-tiny")
+    parser.add_argument(
+        "--check-dtype",
+        default="auto",
+        help="of the steps same and late; in float32 no answer depends on what is computed beside it",
+    )
     parser.add_argument(
         "--gpus",
         default="0,1",

@@ -44,13 +44,15 @@ async def same_answers(
     setup: Setup, systems: Sequence[System], num_prompts: int, found: dict[str, dict[str, Any]]
 ) -> None:
     """Put into `found` how many greedy answers of each system equal a plain server's, and as the control how
-    many of its own do that is asked again: in 16 bits an answer may depend on what is computed beside it. The
-    first token of another lies within LOGPROB_GAP of the plain server's (`ties`) or not (`wrong`).
+    many of its own do if fewer prompts are asked at once: in 16 bits an answer depends on what is computed
+    beside it. The first token of another lies within LOGPROB_GAP of the plain server's (`ties`), or does not
+    (`wrong`).
     """
     prompts = [prompt.prompt for prompt in heldout(num_prompts)]
     async with running("plain", setup) as fleet:
         wanted = await _answers(fleet.url, prompts)
-        found["plain, asked again"] = _compared(await _answers(fleet.url, prompts), wanted)
+        again = await _answers(fleet.url, prompts, at_once=CONCURRENCY // 2)
+        found["plain, fewer at once"] = _compared(again, wanted)
     for system in systems:
         async with running(system, setup) as fleet:
             answers = await _answers(fleet.url, prompts)
@@ -77,7 +79,7 @@ async def late_readers(setup: Setup, system: System, trials: int) -> dict[str, A
     found: list[Answer] = []
     async with running(system, short) as fleet:
         wanted = await _answers(fleet.url, prompts)
-        again = await _answers(fleet.url, prompts)
+        again = await _answers(fleet.url, prompts, at_once=LATE_BATCH)
         for first in range(0, trials, LATE_BATCH):
             batch = prompts[first : first + LATE_BATCH]
             found += await _late(fleet.url, fleet.servers[0], fleet.pids[1], batch)
@@ -102,8 +104,10 @@ async def _late(url: str, prefill: str, decode_pid: int, prompts: list[str]) -> 
     return await asking
 
 
-async def _answers(url: str, prompts: Sequence[str], tokens: int = TOKENS) -> list[Answer]:
-    gate = asyncio.Semaphore(CONCURRENCY)
+async def _answers(
+    url: str, prompts: Sequence[str], tokens: int = TOKENS, at_once: int = CONCURRENCY
+) -> list[Answer]:
+    gate = asyncio.Semaphore(at_once)
     async with aiohttp.ClientSession(timeout=TIMEOUT) as http:
 
         async def one(prompt: str) -> Answer:

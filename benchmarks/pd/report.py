@@ -65,6 +65,9 @@ def write_report(directory: Path, results: dict[str, Any]) -> None:
     for step in ("same", "late"):
         if step in results:
             page.append(f"`{step}`: " + json.dumps(results[step]))
+    if "turning" in results and importlib.util.find_spec("matplotlib") is not None:
+        draw_prompt_shares(results["turning"], directory / "prompt-shares.png")
+        page.append("![the share of prompts in the work of each server](prompt-shares.png)")
     if "decode" in results:
         page += [_decode_table(found) for found in results["decode"].values()]
     if "timeline" in results:
@@ -113,6 +116,29 @@ def _timeline_table(run: str, found: dict[str, Any]) -> str:
 
 def _both(quantiles: dict[str, float]) -> str:
     return f"{quantiles['p50']:.4g} / {quantiles['p99']:.4g}" if quantiles else ""
+
+
+def draw_prompt_shares(turning: dict[str, Any], path: Path) -> None:
+    """Draw what share of each server's work was prompts over time, a panel for each fleet."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(
+        len(turning), 1, figsize=(10, 2 * len(turning)), layout="constrained", sharex=True, squeeze=False
+    )
+    for axes, (fleet, found) in zip(panels.flat, turning.items(), strict=True):
+        times = [at for at, _ in found["prompt shares"]]
+        for server in zip(*(shares for _, shares in found["prompt shares"]), strict=True):
+            axes.plot(times, server)
+        axes.set_title(fleet)
+        axes.set_ylim(0, 1.05)
+        axes.grid(alpha=0.3)
+    panels.flat[-1].set_xlabel("seconds")
+    figure.supylabel("share of prompts in the work of each server")
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
 
 
 def _draw(load: dict[str, Any], path: Path) -> None:

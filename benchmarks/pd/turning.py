@@ -95,7 +95,7 @@ async def turn(
                 seen = await send(url, rate, requests(load, vocabulary, seed=4 + at))
                 sampling.cancel()
                 await asyncio.gather(sampling, return_exceptions=True)
-                found[name] = summary(seen, []) | {"turns": by_turn(seen), "prompt shares": shares}
+                found[name] = summary(seen, []) | {"turns": by_turn(seen, seconds), "prompt shares": shares}
                 if system == "auto-both":
                     found[name]["plan"] = await plans(url, load)
             yield name, seen
@@ -115,9 +115,13 @@ async def pin_roles(url: str, roles: Sequence[Role]) -> None:
                 response.raise_for_status()
 
 
-def by_turn(seen: Sequence[Seen]) -> dict[str, dict[str, object]]:
+def by_turn(seen: Sequence[Seen], seconds: float) -> dict[str, dict[str, object]]:
+    """The figures of the requests that were sent in each turn of so many seconds."""
+    began = seen[0].sent
+    sent_in = [int((one.sent - began) // seconds) for one in seen]
     return {
-        turn.name: summary([one for one in seen if one.prompt_tokens == turn.prompt], []) for turn in TURNS
+        turn.name: summary([one for one, its in zip(seen, sent_in, strict=True) if its == number], [])
+        for number, turn in enumerate(TURNS)
     }
 
 
