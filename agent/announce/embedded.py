@@ -78,6 +78,7 @@ class Server:
     max_running: int
     device: str
     host_id: str
+    prefill_chunk: int | None = None
     name: str = ""
     dp_rank: int | None = None
     control: str = ""
@@ -181,6 +182,7 @@ class Announcement:
             name=server.name,
             model=server.model,
             max_model_len=server.max_model_len,
+            prefill_chunk=server.prefill_chunk,
             tp_size=server.tp_size,
             dp_size=1,
             dp_rank=server.dp_rank,

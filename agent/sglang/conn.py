@@ -143,6 +143,7 @@ class KvferryManager(CommonKVManager):
                     tokenizer=tokenizer_of(args),
                     num_blocks=num_pages,
                     max_running=scheduler.max_running_requests,
+                    prefill_chunk=scheduler.chunked_prefill_size,
                     device=device_name(pool.regions[0].device),
                     host_id=config.host_id,
                 )

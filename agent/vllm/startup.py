@@ -70,6 +70,7 @@ def start_connector_scheduler(
         tokenizer=tokenizer_of(config),
         num_blocks=first.num_blocks,
         max_running=config.scheduler_config.max_num_seqs,
+        prefill_chunk=config.scheduler_config.max_num_batched_tokens,
         device=first.device,
         host_id=hosts.pop() if len(hosts) == 1 else f"several, of {incarnation}",
         dp_rank=dp_rank_of(config),

@@ -27,6 +27,7 @@ SERVER = Server(
     dialect="vllm-kvferry", address="http://127.0.0.1:9", host="127.0.0.1", api=("127.0.0.1", 9),
     role="both", incarnation=Incarnation("i"), model="m", max_model_len=10, tp_size=1,
     geometry=GEOMETRY, weights="w", tokenizer="t", num_blocks=8, max_running=4, device="cpu", host_id="h",
+    prefill_chunk=2048,
 )  # fmt: skip
 
 
@@ -126,7 +127,7 @@ async def test_what_the_server_has_pulled_is_added_up_by_the_proxy() -> None:
         running = tasks.create_task(announcement.run(cast(Any, work)))
         await until(lambda: nodes(proxy) and nodes(proxy)[0].info.work == work.work)
         info = nodes(proxy)[0].info
-        assert info.device == "cpu"
+        assert (info.device, info.prefill_chunk) == ("cpu", 2048)
         assert info.uptime_s is not None and info.uptime_s > 0.0
         work.work = WorkReport(pull_bytes=1_000_007, failures={"deadline": 1})
         await until(lambda: reports.totals().pull_bytes)

@@ -81,7 +81,7 @@ def vllm_config(tp_size: int, dp_rank: int | None = None, **changes: Any) -> Any
         load_config=SimpleNamespace(load_format="auto"),
         cache_config=SimpleNamespace(block_size=BLOCK, cache_dtype="auto"),
         speculative_config=None,
-        scheduler_config=SimpleNamespace(max_num_seqs=4),
+        scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=2048),
         parallel_config=SimpleNamespace(data_parallel_size=1, data_parallel_index=dp_rank or 0),
         kv_transfer_config=SimpleNamespace(engine_id="e" if dp_rank is None else f"e_dp{dp_rank}"),
     )
