@@ -20,7 +20,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .DEFAULT_GOAL := help
 DAILY := env|demo|check|format|test|bench-proxy|site|help-all
 .PHONY: help help-all env demo test test-parts coverage test-full test-gpu test-vllm test-sglang test-clients test-deploy test-deploy-lint test-atom test-rdma test-traces test-versions test-installed release chaos soak model-check fuzz-api \
-	fuzz-discovery hammer mutants check format bench-proxy bench-vllm bench-fleet bench-streams bench-streamed bench-plan plan-goals bench-transfer bench-pd bench-wrong \
+	fuzz-discovery hammer mutants check format bench-proxy bench-vllm bench-sglang bench-fleet bench-streams bench-streamed bench-plan plan-goals bench-transfer bench-pd bench-wrong \
 	dialect-table served-table model-table field-table prefix-table lifecycles reference dashboards cuda-requirements site train clean
 
 help: ## list these targets
@@ -228,7 +228,10 @@ bench-pd: $(STAMP) ## pairs of vLLM servers on two GPUs, ours beside vLLM's own:
 		--steps $(STEPS) $(PD)
 
 bench-vllm: $(STAMP) ## what the connector costs a vLLM server on CPUs, beside one without; needs .venv-vllm
-	$(BIN)/python -m benchmarks.vllm_cost
+	$(BIN)/python -m benchmarks.engine_cost vllm
+
+bench-sglang: $(STAMP) ## what the transfer plane costs an SGLang server on CPUs, beside two without; needs .venv-sglang
+	$(BIN)/python -m benchmarks.engine_cost sglang
 
 # WRONG="--system kvferry --fault flip" fills some cells; a run goes on where the one of that day was ended.
 bench-wrong: export VLLM_ENV := .venv-vllm

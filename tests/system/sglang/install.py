@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes a virtual environment that holds SGLang, NIXL and kvferry (7 GB). Used by `make test-sglang`.
+"""Makes a virtual environment that holds SGLang, NIXL, Mooncake and kvferry (7 GB).
+
+Used by `make test-sglang`.
 
 SGLang has no build for CPUs on the index: it is the one for NVIDIA GPUs, without the packages of kernels, and
 with what `cpu/` has in their place.
@@ -24,7 +26,10 @@ UNWANTED = (
     "tml-renderers", "torch_memory_saver", "torchaudio", "torchcodec", "torchvision",
 )  # fmt: skip
 """Kernels for GPUs, and what texts do not need."""
-BESIDE = ("torchvision==0.29.1", "nixl==1.5.1", "nixl-cu13==1.5.1")
+BESIDE = (
+    "torchvision==0.29.1", "nixl==1.5.1", "nixl-cu13==1.5.1",
+    "mooncake-transfer-engine-non-cuda==0.3.13.post1",
+)  # fmt: skip
 """SGLang imports torchvision, whose build must be that of its torch."""
 
 

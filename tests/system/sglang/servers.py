@@ -22,6 +22,8 @@ MODEL_DIR = ROOT / "deploy" / "models" / "ferry-tiny"
 MODEL = "ferry-tiny"
 NUM_TOKENS = 8192
 """Of a server's KV."""
+NOWHERE = "2.2.2.2"
+"""SGLang's name for a bootstrap server of prompts whose KV comes from nowhere, or goes there."""
 START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 30.0
 ARCHITECTURES = {"qwen3", "deepseek_v2"}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -35,7 +36,10 @@ SCHEMA = {
 }
 FORMAT = {"type": "json_schema", "json_schema": {"name": "one", "schema": SCHEMA, "strict": True}}
 SAMPLED = {"temperature": 1, "top_k": 1}
-"""Drawn from one token. SGLang uses seeds only in its deterministic mode, which has no attention for CPUs."""
+"""Drawn from one token."""
+SEED = 11
+SEEDS = {"KVFERRY_TEST_SEEDS": "1", "TORCHDYNAMO_DISABLE": "1"}
+"""SGLang uses seeds only in its deterministic mode, which CPUs have only in these tests."""
 LONG = " ".join(str(number) for number in range(150))
 CASES: Mapping[str, dict[str, Any]] = MappingProxyType(
     {
@@ -183,3 +187,30 @@ async def several_prompts(stack: Stack, plain: str, prompts: list[str]) -> None:
     assert_same(
         await ask(stack.http, stack.proxy_url, path, asked), await ask(stack.http, plain, path, asked)
     )
+
+
+async def test_seeds_draw_what_they_draw_at_one_server(tmp_path: Path) -> None:
+    """The proxy has choices drawn with seeds that follow one another."""
+    prompts = [prompt.prompt for prompt in heldout(50)]
+    mode: dict[str, Any] = {"words": (*WORDS, "--enable-deterministic-inference"), "settings": SEEDS}
+    async with sglang_server("plain", None, tmp_path, **mode) as plain, started(tmp_path, **mode) as stack:
+        for chat, stream in product((False, True), repeat=2):
+            wanted = []
+            for seed in range(SEED, SEED + 3):
+                asked = seeded(prompts, chat=chat, stream=stream, seed=seed)
+                wanted.append(await answered(stack.http, plain.url, asked))
+            texts = [[each[0]["text"] for each in one] for one in wanted]
+            assert sum(len(set(each)) == 3 for each in zip(*texts, strict=True)) > len(prompts) // 2
+            for fields in ({}, {"n": 3}):
+                asked = seeded(prompts, chat=chat, stream=stream, seed=SEED, **fields)
+                found = await answered(stack.http, stack.proxy_url, asked)
+                for choice in range(len(found[0]) - 1):
+                    assert [each[choice]["text"] for each in found] == texts[choice]
+        await stack.settled()
+
+
+def seeded(
+    prompts: list[str], *, chat: bool, stream: bool, seed: int, **fields: Any
+) -> list[tuple[str, dict[str, Any]]]:
+    asked = {"chat": chat, "temperature": 1, "seed": seed, **fields}
+    return [request(prompt, asked, stream=stream) for prompt in prompts]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import subprocess
 from collections import Counter
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.client import session
-from tests.system.sglang.servers import MARKS, sglang_server
+from tests.system.sglang.servers import MARKS, NOWHERE, PYTHON, sglang_server
 from tests.system.sglang.test_kvferry import (
     BATCH,
     FILLERS,
@@ -31,13 +32,19 @@ STOPPED_S = 4.0
 LATEST_STOP_S = 0.3
 """The decode server is stopped so long, at most, after it got the requests."""
 HANGS_S = 60.0
-NOWHERE = "2.2.2.2"
-"""SGLang's name for prompts whose KV goes nowhere."""
 
 pytestmark = MARKS
 
 
-@pytest.mark.parametrize("backend", ["nixl", "mooncake_tcp"])
+@pytest.fixture(params=["nixl", "mooncake_tcp"])
+def backend(request: pytest.FixtureRequest) -> str:
+    name = str(request.param)
+    module = {"nixl": "nixl._api", "mooncake_tcp": "mooncake.engine"}[name]
+    if subprocess.run([str(PYTHON), "-c", f"import {module}"]).returncode:
+        pytest.skip(f"{module} cannot be loaded: Mooncake needs libibverbs1, librdmacm1 and libnuma1")
+    return name
+
+
 async def test_a_decode_server_that_is_stopped_meanwhile(backend: str, tmp_path: Path) -> None:
     words = ("--max-total-tokens", str(LATE_POOL), "--disable-radix-cache")
     bodies = late_bodies()

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 
 def register() -> None:
     if os.environ.get("SGLANG_USE_CPU_ENGINE") != "1":
@@ -21,6 +23,8 @@ def register() -> None:
     _register_host_memory()
     if os.environ.get("KVFERRY_TEST_MLA"):
         _absorb_always()
+    if os.environ.get("KVFERRY_TEST_SEEDS"):
+        _draw_by_seeds()
     _read_late(float(os.environ.get("KVFERRY_TEST_LATE_READ_S", "0")))
 
 
@@ -43,6 +47,39 @@ def _absorb_always() -> None:
     )
 
     AttentionBackendRegistry.register("torch_native", lambda attn, batch: AttnForwardMethod.MLA)
+
+
+def _draw_by_seeds() -> None:
+    """Have the deterministic mode, the only one with seeds, run on CPUs. Batches are summed as ever."""
+    from sglang.srt import server_args
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    server_args.add_deterministic_attention_backend_choices(["torch_native"])
+    server_args.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
+    batches = "sglang.srt.batch_invariant_ops.batch_invariant_ops.enable_batch_invariant_mode"
+    HookRegistry.register(batches, _as_ever, HookType.REPLACE)
+    hashes = "sglang.kernels.ops.sampling.murmur_hash.murmur_hash32"
+    HookRegistry.register(hashes, _murmur_hash32, HookType.REPLACE)
+
+
+def _as_ever() -> None:
+    pass
+
+
+def _murmur_hash32(seeds: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """As SGLang's kernel for GPUs: of each row's seed and position with each column."""
+    low = 0xFFFFFFFF
+    seeds, positions = seeds.to(torch.int64)[:, None], positions.to(torch.int64)[:, None]
+    found = torch.zeros(1, 1, dtype=torch.int64)
+    for part in (seeds & low, (seeds >> 32) & low, positions, columns.to(torch.int64)[None]):
+        part = part * 0xCC9E2D51 & low
+        part = (part << 15 | part >> 17) * 0x1B873593 & low
+        found = found ^ part
+        found = (found << 13 | found >> 19) * 5 + 0xE6546B64 & low
+    found = found ^ 16
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        found = (found ^ found >> shift) * factor & low
+    return found ^ found >> 16
 
 
 def _register_host_memory() -> None:
