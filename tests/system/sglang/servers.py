@@ -68,7 +68,11 @@ class SglangServer:
     @property
     def schedulers(self) -> list[int]:
         """The processes of its ranks."""
-        return [pid for pid in descendants(self.pid) if b"sglang::scheduler" in _title(pid)]
+        return self.processes("sglang::scheduler")
+
+    def processes(self, title: str) -> list[int]:
+        """Those started by it that have this in their command line."""
+        return [pid for pid in descendants(self.pid) if title.encode() in _title(pid)]
 
     @contextmanager
     def schedulers_stopped(self) -> Iterator[None]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -37,6 +38,12 @@ LONG = 200
 HANGS_S = 120.0
 LATE_READ_S = 2.0
 """So long each read waits before it begins: in that time servers are killed."""
+TITLES = ("sglang::scheduler", "sglang::detokenizer", "sglang.launch_server")
+"""Of the processes of a server: its ranks, what makes texts of tokens, and the API."""
+MOMENTS = (
+    ("prefill", "prefill_inflight_queue_reqs", "its KV is moved"),
+    ("decode", "decode_transfer_queue_reqs", "it reads KV"),
+)
 FREED_S = LEASE_S + 1 + 10
 """A lease and a second, and what a busy machine takes."""
 
@@ -91,17 +98,16 @@ async def test_servers_that_are_killed_or_drained_break_nothing_else(tmp_path: P
         await asyncio.gather(fleet.start_agent("prefill"), fleet.start_agent("decode"))
         await fleet.wait_ready()
 
-        for role, queue, moment in (
-            ("prefill", "prefill_inflight_queue_reqs", "its KV is moved"),
-            ("decode", "decode_transfer_queue_reqs", "it reads KV"),
-        ):
-            found = await struck(fleet, http, fleet.of(role)[0], queue, asked, wanted)
-            print(f"a {role} server killed while {moment}: {dict(found)}", flush=True)
+        for title, (role, queue, moment) in product(TITLES, MOMENTS):
+            found = await struck(fleet, http, fleet.of(role)[0], title, queue, asked, wanted)
+            print(f"{title} of a {role} server killed while {moment}: {dict(found)}", flush=True)
             assert not found["wrong"] and not found["untyped"]
             await fleet.freed(http)
             await goes_on(http, url, asked[0], wanted[0])
             again = [outcome(http, url, *each) for each in zip(asked, wanted, strict=True)]
             assert Counter(await asyncio.gather(*again)) == {"right": REQUESTS}, "the others serve"
+            await fleet.start_agent(role)
+            await fleet.wait_ready()
 
         # A drain loses nothing.
         asking = [outcome(http, url, *each) for each in zip(asked, wanted, strict=True)]
@@ -134,11 +140,12 @@ async def struck(
     fleet: SglangFleet,
     http: aiohttp.ClientSession,
     victim: str,
+    title: str,
     queue: str,
     asked: list[dict[str, Any]],
     wanted: list[Answer],
 ) -> Counter[str]:
-    """Kill the scheduler of a server once it has requests in a queue; see all of the server end.
+    """Kill processes of a server once it has requests in a queue; see all of the server end.
 
     Return a count of how the requests end.
     """
@@ -147,7 +154,9 @@ async def struck(
     asking = [outcome(http, fleet.urls[0], *each) for each in zip(asked, wanted, strict=True)]
     answers = asyncio.gather(*asking)
     await busy(server, http, queue)
-    for pid in server.schedulers:
+    killed = server.processes(title)
+    assert killed
+    for pid in killed:
         psutil.Process(pid).kill()
     async with asyncio.timeout(HANGS_S):
         found = Counter(await answers)

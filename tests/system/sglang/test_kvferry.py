@@ -12,10 +12,11 @@ import asyncio
 import os
 import secrets
 import signal
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -26,6 +27,7 @@ import pytest
 from kvferry.deploy.launcher import start_process
 from tests.helpers.client import heldout, session
 from tests.helpers.commands import PROXY
+from tests.helpers.servers import paused
 from tests.system.sglang.servers import MARKS, SglangServer, sglang_server
 from tests.system.vllm.test_kvferry import Answer, answers, assert_all_equal, body
 
@@ -249,19 +251,44 @@ async def test_nothing_stays_in_use_when_clients_leave_or_servers_stop(
         assert_all_equal(await asking, wanted["late"][:16])
         await stack.settled()
 
+        # A prefill server that stops, and goes on.
+        posts = sent(stack, wanted)
+        await asyncio.sleep(0.2)
+        with paused(stack.prefill.schedulers):
+            await asyncio.sleep(2 * LEASE_S)
+        print("stopped:", await ended(posts), flush=True)
+        await stack.settled()
+        await stack.ready()
+
         # A prefill server that is killed: the decode server is left without a page in use.
-        url, asked_one = f"{stack.proxy_url}/v1/completions", bodies_of(8, chat=False)
-        posts = [asyncio.create_task(_status(stack.http, url, each)) for each in asked_one]
+        posts = sent(stack, wanted)
         await asyncio.sleep(0.2)
         for pid in (*stack.prefill.schedulers, stack.prefill.pid):
             os.kill(pid, signal.SIGKILL)
-        async with asyncio.timeout(120):
-            statuses = await asyncio.gather(*posts)
-        assert set(statuses) <= {200, 502, 503, 504}
+        print("killed:", await ended(posts), flush=True)
         await stack.settled(stack.decode)
 
 
-async def _status(http: aiohttp.ClientSession, url: str, asked: dict[str, Any]) -> int:
-    async with http.post(url, json=asked) as response:
-        assert (await response.json())["choices" if response.status == 200 else "error"]
+def sent(stack: Stack, wanted: dict[str, list[Answer]]) -> list[asyncio.Task[int]]:
+    """Requests whose answers, if they are answered, are right."""
+
+    async def status(asked: dict[str, Any], right: Answer) -> int:
+        async with stack.http.post(f"{stack.proxy_url}/v1/completions", json=asked) as response:
+            told = await response.json()
+        if response.status != 200:
+            assert told["error"]
+            return response.status
+        answer = Answer()
+        answer.add(told)
+        answer.assert_equal(right)
         return response.status
+
+    each = zip(bodies_of(PROMPTS, chat=False), wanted["chat=False stream=False"], strict=True)
+    return [asyncio.create_task(status(*one)) for one in islice(each, 8)]
+
+
+async def ended(posts: list[asyncio.Task[int]]) -> Counter[int]:
+    async with asyncio.timeout(120):
+        statuses = Counter(await asyncio.gather(*posts))
+    assert set(statuses) <= {200, 502, 503, 504}
+    return statuses
