@@ -29,6 +29,7 @@ from kvferry.proxy.dialects.fields import allowed_fields
 from kvferry.proxy.fleet.address_rules import AddressRules
 from kvferry.proxy.fleet.routing.policy import PolicyName
 from kvferry.proxy.http.cors import CorsPolicy
+from kvferry.proxy.objectives import ModelObjectives, Objective
 from kvferry.proxy.wire.registration import DEFAULT_DISCOVERY_PORT
 
 
@@ -71,6 +72,7 @@ class ProxyConfig(HttpOptions, TraceOptions, LogOptions):
             Slower streams are counted, and the alerts of deploy/monitoring use this count. Requests with
             x-slo-reject: true that would miss it are rejected with 429.
         tpot_objective_s: The same for the mean time per token; the header is x-slo-tpot-ms.
+        model_objectives: Both for one model, MODEL=TTFT/TPOT in seconds.
         stream_pull_min_tokens: The KV of prompts with at least this many uncached tokens (an estimate) is
             pulled while the prefill runs; 0 disables this. Default: prompts of more than one prefill chunk.
         prefix_pull_min_tokens: A prefill agent that lacks at least this many tokens of a prompt's beginning
@@ -156,6 +158,7 @@ class ProxyConfig(HttpOptions, TraceOptions, LogOptions):
     split_min_tokens: int | Literal["auto"] = "auto"
     ttft_objective_s: float = 2.0
     tpot_objective_s: float = 0.1
+    model_objectives: tuple[str, ...] = ()
     stream_pull_min_tokens: int | None = None
     prefix_pull_min_tokens: int = 128
     decode_only_fallback: bool = True
@@ -200,6 +203,7 @@ class ProxyConfig(HttpOptions, TraceOptions, LogOptions):
         CorsPolicy(self.cors_origins)
         AllowedHosts(self.allowed_hosts)
         allowed_fields(self.allow_fields)
+        self.objectives()
         check_not_negative(
             retries=self.retries,
             migrations=self.migrations,
@@ -209,6 +213,10 @@ class ProxyConfig(HttpOptions, TraceOptions, LogOptions):
             queue_limit=self.queue_limit,
             canary_max_share=self.canary_max_share,
         )
+
+    def objectives(self) -> ModelObjectives:
+        """How soon requests should be answered. Raises `ValueError`."""
+        return ModelObjectives(Objective(self.ttft_objective_s, self.tpot_objective_s), self.model_objectives)
 
     def named_servers(self) -> tuple[StaticNode, ...]:
         """The servers that `prefill` and `decode` name. Raises `BadEngineServer`, a `ValueError`."""

@@ -74,7 +74,7 @@ def base_url(config: ProxyConfig, port: int) -> str:
 
 def metrics_of(config: ProxyConfig) -> Metrics:
     """Return the metrics of a process that serves requests, with nothing counted yet."""
-    return Metrics(ttft_objective_s=config.ttft_objective_s, tpot_objective_s=config.tpot_objective_s)
+    return Metrics(config.objectives())
 
 
 def proxy_facts(config: ProxyConfig, discovery_port: Callable[[], int]) -> Callable[[], ProxyFacts]:
@@ -103,8 +103,7 @@ def fleet_settings(config: ProxyConfig) -> FleetSettings:
         prefix_pull_min_tokens=config.prefix_pull_min_tokens,
         decode_only_fallback=config.decode_only_fallback,
         queue_limit=config.queue_limit,
-        ttft_objective_s=config.ttft_objective_s,
-        tpot_objective_s=config.tpot_objective_s,
+        objectives=config.objectives(),
     )
 
 

@@ -23,6 +23,7 @@ from kvferry.deploy.http_client import StatusFailed
 from kvferry.deploy.plan.running_fleet import fetch_agents, server_model
 from kvferry.deploy.plan.simulation import ServerModel, SimulatedFleet
 from kvferry.proxy.fleet.fleet import FleetSettings
+from kvferry.proxy.objectives import ModelObjectives, Objective
 from kvferry.proxy.wire.registration import Role
 
 PROG = "kvferry plan"
@@ -171,8 +172,7 @@ def serve(
     """Serve the load by servers of these roles."""
     settings = FleetSettings(
         split_min_tokens=split_min_tokens,
-        ttft_objective_s=config.ttft_s,
-        tpot_objective_s=config.tpot_ms / 1000,
+        objectives=ModelObjectives(Objective(config.ttft_s, config.tpot_ms / 1000)),
     )
     fleet = SimulatedFleet(roles, model, settings)
     jobs = fleet.run(load)

@@ -171,7 +171,8 @@ class Exchange:
         self._reject_at = math.inf
         """From when on the client does not want the first token."""
         if request.rejects_late:
-            self._reject_at = now() + (request.ttft_s or context.fleet.settings.ttft_objective_s)
+            objective = context.fleet.settings.objectives.of(request.model)
+            self._reject_at = now() + (request.ttft_s or objective.ttft_s)
         self._poison_check = cache(partial(PoisonCheck, context.fleet.registry, log, attempts.metrics))
         """Makes it with the first failure."""
         legs = Legs(

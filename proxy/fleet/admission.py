@@ -22,6 +22,7 @@ from kvferry.proxy.fleet.fair_queue import FairQueue
 from kvferry.proxy.fleet.routing.candidates import Slots
 from kvferry.proxy.fleet.routing.routing_request import Pair, RoutingRequest
 from kvferry.proxy.fleet.snapshot import NoPair
+from kvferry.proxy.objectives import DEFAULT, ModelObjectives
 from kvferry.proxy.telemetry.metrics import Metrics, ModelMetrics
 from kvferry.proxy.wire.registration import Incarnation
 
@@ -88,14 +89,16 @@ class Admission:
 
     Args:
         max_waiting: Most requests that wait at once; 0 rejects those that cannot start at once.
-        ttft_s: Objective for the time to the first token, of requests without one of their own.
+        objectives: Of requests without their own.
     """
 
-    def __init__(self, slots: Slots, metrics: Metrics, max_waiting: int, ttft_s: float = 2.0) -> None:
+    def __init__(
+        self, slots: Slots, metrics: Metrics, max_waiting: int, objectives: ModelObjectives = DEFAULT
+    ) -> None:
         self._slots = slots
         self._metrics = metrics
         self._max_waiting = max_waiting
-        self._ttft_s = ttft_s
+        self._objectives = objectives
         self._queues: dict[str, FairQueue[_Waiter]] = {}
         self._numbers = count()
         self.waiting = 0
@@ -213,6 +216,7 @@ class Admission:
         """Add a request to the queue. Raises `Overloaded`."""
         loop, number = asyncio.get_running_loop(), next(self._numbers)
         metrics, since = self._metrics.of_model(request.model), loop.time()
+        due = since + (request.ttft_s or self._objectives.of(request.model).ttft_s)
         waiter = _Waiter(
             request,
             route,
@@ -221,7 +225,7 @@ class Admission:
             loop.create_future(),
             priority=-math.inf if first else request.priority,
             key=b"" if first else request.key,
-            order=(0.0, -number) if first else (since + (request.ttft_s or self._ttft_s), number),
+            order=(0.0, -number) if first else (due, number),
         )
         queue = self._queues.get(request.model, FairQueue[_Waiter]())
         flow = queue.flow(waiter)

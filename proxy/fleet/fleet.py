@@ -26,6 +26,7 @@ from kvferry.proxy.fleet.routing.router import Decision, Router, Turns
 from kvferry.proxy.fleet.routing.routing_request import NO_AGENTS, Pair, PinnedPair, RoutingRequest
 from kvferry.proxy.fleet.scaling import AgentLoad, ScalingSignals, Signals
 from kvferry.proxy.fleet.snapshot import NodeState, NoPair, Snapshot, alike
+from kvferry.proxy.objectives import DEFAULT, ModelObjectives
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.wire.registration import Bye, Incarnation, Register, Role
 
@@ -50,8 +51,7 @@ class FleetSettings:
     prefix_pull_min_tokens: int = 0
     decode_only_fallback: bool = True
     queue_limit: int = 1024
-    ttft_objective_s: float = 2.0
-    tpot_objective_s: float = 0.1
+    objectives: ModelObjectives = DEFAULT
 
     def not_served(self, snapshot: Snapshot, model: str) -> NoPair | None:
         """Return why no request for the model can be served; None if one can."""
@@ -109,7 +109,7 @@ class Fleet:
         self._settled_at = settled_at
         self._announced = asyncio.Event()
         self.slots = Slots()
-        self.admission = Admission(self.slots, metrics, settings.queue_limit, settings.ttft_objective_s)
+        self.admission = Admission(self.slots, metrics, settings.queue_limit, settings.objectives)
         self.registry = Registry(
             clock,
             self.slots.in_flight,
@@ -314,6 +314,5 @@ def make_router(settings: FleetSettings, slots: Slots) -> Router:
         settings.split_min_tokens,
         settings.stream_pull_min_tokens,
         settings.prefix_pull_min_tokens,
-        settings.ttft_objective_s,
-        settings.tpot_objective_s,
+        settings.objectives,
     )

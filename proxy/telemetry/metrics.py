@@ -35,6 +35,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from kvferry.common.telemetry.version import VERSION
+from kvferry.proxy.objectives import DEFAULT, ModelObjectives, Objective
 from kvferry.proxy.wire.dialects import FOREIGN_DIALECTS
 
 C = TypeVar("C", bound=Collector)
@@ -261,6 +262,7 @@ class ModelMetrics(NamedTuple):
     """
 
     model: str
+    objective: Objective
     counts: ModelCounts
     ttft: BucketCounts
     tpot: BucketCounts
@@ -277,12 +279,11 @@ class Metrics:
     The label `model_name` is empty for what names no model that an agent has served, and beyond `MAX_MODELS`.
 
     Args:
-        ttft_objective_s: As `ProxyConfig` describes it, as is the other one.
+        objectives: Of the requests that are counted as late.
     """
 
-    def __init__(self, *, ttft_objective_s: float = 2.0, tpot_objective_s: float = 0.1) -> None:
-        self.ttft_objective_s = ttft_objective_s
-        self.tpot_objective_s = tpot_objective_s
+    def __init__(self, objectives: ModelObjectives = DEFAULT) -> None:
+        self._objectives = objectives
         disable_created_metrics()  # type: ignore[no-untyped-call] # a second series of each counter, unused
         self.events = 0
         """Events of streams that went to clients; counted with every one, so a plain number."""
@@ -343,7 +344,8 @@ class Metrics:
             LabelledCounter(
                 "kvferry_proxy_missed_objectives",
                 "Streamed requests that were slower than an objective: their first token than "
-                "--ttft-objective-s (ttft), or their mean time per token than --tpot-objective-s (tpot).",
+                "--ttft-objective-s (ttft), or their mean time per token than --tpot-objective-s (tpot); "
+                "for the models that it names, --model-objectives.",
                 ("objective", MODEL),
             )
         )
@@ -594,6 +596,7 @@ class Metrics:
             counted.add(model, 0)
         return ModelMetrics(
             model=model,
+            objective=self._objectives.of(model),
             counts=ModelCounts(),
             ttft=self.ttft.of(model),
             tpot=self.tpot.of(model),

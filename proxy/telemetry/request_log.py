@@ -308,7 +308,7 @@ class RequestLog:
             self.first_text_at = self._timeline.first_text_at = now
             ttft = now - self.arrived_at
             self._model_metrics.ttft.observe(ttft)
-            if ttft > self._metrics.ttft_objective_s:
+            if ttft > self._model_metrics.objective.ttft_s:
                 self._metrics.missed_objectives.add(("ttft", self._model_metrics.model), 1)
             if self.trace is not None:
                 self.trace.add_first_token(now)
@@ -382,7 +382,7 @@ class RequestLog:
         tpot = self.time_per_token()
         if tpot is not None:
             of_model.tpot.observe(tpot)
-            if tpot > self._metrics.tpot_objective_s:
+            if tpot > of_model.objective.tpot_s:
                 self._metrics.missed_objectives.add(("tpot", of_model.model), 1)
         if self.trace is not None:
             self.trace.end(status, code, self._phase_since)

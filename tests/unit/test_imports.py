@@ -31,7 +31,7 @@ def _rooms() -> dict[str, set[str]]:
     A room is a folder, or a module where a module is named. What has no line of its own in `agent` and
     `transfer` belongs to the room of that name, at the bottom of the package.
     """
-    ground = {"proxy.ids", "proxy.wire", "proxy.telemetry"}
+    ground = {"proxy.ids", "proxy.objectives", "proxy.wire", "proxy.telemetry"}
     errors = {*ground, "proxy.errors"}
     texts = {*errors, "proxy.sse", "proxy.request"}
     fleet = {*texts, "proxy.fleet"}
@@ -54,7 +54,7 @@ def _rooms() -> dict[str, set[str]]:
         "common.shared_options": {"common", "common.telemetry"},
         "common.engine_servers": {"common", "common.telemetry"},
         **{room: set() for room in ground},
-        "proxy.telemetry": {"proxy.wire"},
+        "proxy.telemetry": {"proxy.objectives", "proxy.wire"},
         "proxy.errors": ground,
         "proxy.sse": errors,
         "proxy.request": {*errors, "proxy.sse"},

@@ -16,7 +16,7 @@ So, of a request whose prompt takes w seconds, and whose answer has L tokens:
 A second of decoding counts v times as much as one before the first token: as much as the objectives say of an
 answer of L tokens, `ttft_objective_s / (L * tpot_objective_s)`. A pair costs the sum of both. A server alone
 costs the same without a transfer; what comes while its prompt waits and is computed delays its answer.
-Objectives come first: a choice that is predicted to miss one, the request's own or else the fleet's, or to
+Objectives come first: a choice that is predicted to miss one, the request's own or else its model's, or to
 have the sequences that an agent decodes miss the fleet's, is taken only where all that are compared miss one;
 of more than eight agents, two are.
 What a server reports is corrected by how wrong it was (`Bias`).
@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from kvferry.proxy.fleet.snapshot import Node, Prediction
+from kvferry.proxy.objectives import ModelObjectives, Objective
 from kvferry.proxy.wire.registration import Incarnation
 
 SHORTEST_BURST_S = 0.1
@@ -69,6 +70,8 @@ class CostedRequest(Protocol):
     """What a cost is of: some of `RoutingRequest`, whose module is above this one."""
 
     @property
+    def model(self) -> str: ...
+    @property
     def tokens(self) -> int: ...
     @property
     def decoded_sequences(self) -> int: ...
@@ -86,8 +89,7 @@ class RouteCosts:
         sequences: Returns how many sequences an agent has.
         prefills: Those of them that are prefill legs of pairs, by agent.
         predicted: Of the last prompt that was sent to an agent.
-        ttft_s: Objective for the time to the first token, of requests without one of their own.
-        tpot_s: The same for the time per token.
+        objectives: Of requests without their own.
     """
 
     def __init__(
@@ -95,8 +97,7 @@ class RouteCosts:
         sequences: Callable[[Node], int],
         prefills: Mapping[Incarnation, int],
         predicted: Mapping[Incarnation, Prediction],
-        ttft_s: float,
-        tpot_s: float,
+        objectives: ModelObjectives,
     ) -> None:
         self._now = 0.0
         self._request: CostedRequest
@@ -106,14 +107,16 @@ class RouteCosts:
         self._sequences = sequences
         self._prefills = prefills
         self._predicted = predicted
-        self._ttft_s = ttft_s
-        self._tpot_s = tpot_s
+        self._objectives = objectives
+        self._ttft_s, self._tpot_s = Objective()
         self._prices: dict[str, float] = {}
         self._priced_at = -math.inf
 
     def at(self, now: float, nodes: Iterable[Node], request: CostedRequest) -> None:
         """Begin the choice for a request among these agents, at this time on the router's clock."""
         self._now, self._request = now, request
+        objectives = self._objectives
+        self._ttft_s, self._tpot_s = objectives.of_models.get(request.model, objectives.default)
         self._states.clear()
         self._prefill_costs.clear()
         self._known_terms.clear()

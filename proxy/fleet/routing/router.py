@@ -31,6 +31,7 @@ from kvferry.proxy.fleet.routing.policy import (
 )
 from kvferry.proxy.fleet.routing.routing_request import NO_AGENTS, Pair, RoutingRequest
 from kvferry.proxy.fleet.snapshot import Node, NodeState, NoPair, Prediction, Snapshot
+from kvferry.proxy.objectives import DEFAULT, ModelObjectives
 from kvferry.proxy.wire.registration import Incarnation
 
 
@@ -83,7 +84,7 @@ class Router:
         stream_pull_min_tokens: A prompt of which at least this many tokens must be computed is pulled
             meanwhile; None takes those of more than one of the prefill agent's chunks, 0 takes none.
         prefix_pull_min_tokens: From how many tokens on a prompt's beginning is worth pulling; 0: never.
-        ttft_objective_s: As `RouteCosts` takes it, as is the other one.
+        objectives: As `RouteCosts` takes them.
     """
 
     def __init__(
@@ -94,13 +95,10 @@ class Router:
         split_min_tokens: int | None = 0,
         stream_pull_min_tokens: int | None = 0,
         prefix_pull_min_tokens: int = 0,
-        ttft_objective_s: float = 2.0,
-        tpot_objective_s: float = 0.1,
+        objectives: ModelObjectives = DEFAULT,
     ) -> None:
         slots = loads.slots
-        self._costs = RouteCosts(
-            loads.at, slots.prefills, slots.predicted, ttft_objective_s, tpot_objective_s
-        )
+        self._costs = RouteCosts(loads.at, slots.prefills, slots.predicted, objectives)
         self._policies: dict[Leg, Policy] = {
             "prefill": _policy(prefill, self._costs, "prefill"),
             "decode": _policy(decode, self._costs, "decode"),

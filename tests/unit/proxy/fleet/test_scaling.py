@@ -33,6 +33,7 @@ from kvferry.proxy.fleet.scaling import (
 )
 from kvferry.proxy.fleet.snapshot import NoPair
 from kvferry.proxy.fleet.snapshot import Speed as NodeSpeed
+from kvferry.proxy.objectives import DEFAULT
 from kvferry.proxy.telemetry.collectors import ScalingCollector
 from kvferry.proxy.telemetry.metrics import Metrics
 from kvferry.proxy.wire.registration import Bye, Capacity, Incarnation, Register, Role
@@ -210,7 +211,7 @@ def test_with_as_many_as_wanted_routing_predicts_full_agents(prompt_s: float, pe
     (node,) = (
         replace(each, speed=speed, prefill_share=share) for each in snapshot(registration("both", 1)).nodes
     )
-    predicted = RouteCosts(lambda _: 0, {}, {}, 2.0, 0.1).predict(node, node, 0, decoding)  # type: ignore[arg-type]
+    predicted = RouteCosts(lambda _: 0, {}, {}, DEFAULT).predict(node, node, 0, decoding)  # type: ignore[arg-type]
     assert predicted is not None and predicted.token_s is not None
     assert per_s * tokens * predicted.token_s / wanted == pytest.approx(decoding)
     assert decoding + hold_s / per_sequence == pytest.approx(10), "its slots"

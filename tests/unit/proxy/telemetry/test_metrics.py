@@ -180,10 +180,14 @@ async def test_what_was_predicted_of_requests_is_compared_with_what_came(stage: 
 
 
 @pytest.mark.parametrize("missed", ["none", "ttft", "tpot"])
-async def test_an_objective_may_be_any_time(start_stage: StartStage, missed: str) -> None:
+@pytest.mark.parametrize("of_model", [False, True], ids=["fleet", "model"])
+async def test_an_objective_may_be_any_time(start_stage: StartStage, missed: str, of_model: bool) -> None:
     """Not only a bound of a histogram: 3 s could not be alerted on."""
     limits = {"ttft": 7.3, "tpot": 0.33} | ({missed: 0.00013} if missed != "none" else {})
-    stage = await start_stage(ttft_objective_s=limits["ttft"], tpot_objective_s=limits["tpot"])
+    if of_model:
+        stage = await start_stage(model_objectives=(f"{MODEL}={limits['ttft']}/{limits['tpot']}",))
+    else:
+        stage = await start_stage(ttft_objective_s=limits["ttft"], tpot_objective_s=limits["tpot"])
     await stage.pair(interval_s=0.02)
     await answered(stage, "completions", stream=True)
     await answered(stage, "completions")

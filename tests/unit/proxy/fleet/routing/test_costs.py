@@ -18,6 +18,7 @@ from kvferry.proxy.fleet.pairing import mismatch
 from kvferry.proxy.fleet.routing.candidates import Loads, Slots
 from kvferry.proxy.fleet.routing.routing_request import Pair, RoutingRequest
 from kvferry.proxy.fleet.snapshot import Snapshot, Speed
+from kvferry.proxy.objectives import DEFAULT, ModelObjectives
 from kvferry.proxy.wire.registration import Capacity, LinkUse, Register, Role, WorkReport
 from tests.unit.proxy.builders import AppliedRouter, TimedRegistry, load, registration
 
@@ -32,11 +33,11 @@ LONG = RoutingRequest(model="m", prompt="x" * 40_000)
 class Stage:
     """A router over agents that report these capacities."""
 
-    def __init__(self) -> None:
+    def __init__(self, objectives: ModelObjectives = DEFAULT) -> None:
         self.slots = Slots()
         self.registry = TimedRegistry(in_flight=self.slots.in_flight)
         loads = Loads(self.slots, {"prefill": None, "decode": None})
-        self.router = AppliedRouter("least_work", "least_work", loads, None)
+        self.router = AppliedRouter("least_work", "least_work", loads, None, objectives=objectives)
         self._pings = 1
 
     def ping(self, role: Role, port: int, capacity: Capacity | None = MEASURED, **fields: Any) -> Register:
@@ -199,14 +200,17 @@ def test_an_agent_that_takes_longer_than_predicted_gets_fewer_prompts_after_a_wh
 
 
 @pytest.mark.parametrize(
-    ("objective_s", "taken"),
-    [(None, 100), (0.8, 101), (0.1, 100)],
-    ids=["fleet's", "own", "none can keep it"],
-)
+    ("objective_s", "of_models", "taken"),
+    [
+        (None, [], 100), (0.8, [], 101), (0.1, [], 100),
+        (None, ["m=0.8/0.1"], 101), (2.0, ["m=0.8/0.1"], 100), (None, ["other=0.8/0.1"], 100),
+    ],
+    ids=["fleet's", "own", "none can keep it", "its model's", "own before its model's", "another model's"],
+)  # fmt: skip
 def test_agents_that_keep_the_objectives_come_before_those_that_cost_less(
-    objective_s: float | None, taken: int
+    objective_s: float | None, of_models: list[str], taken: int
 ) -> None:
-    stage = Stage()
+    stage = Stage(ModelObjectives(of_models=of_models))
     stage.ping("both", 100)  # 1 s, delays nobody
     fast = msgspec.structs.replace(MEASURED, token_s=0.00005, backlog_s=0.2)
     stage.ping("both", 101, fast, load=load(39))  # 0.7 s, delays others nearly beyond their objective

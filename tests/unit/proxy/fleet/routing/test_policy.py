@@ -24,6 +24,7 @@ from kvferry.proxy.fleet.routing.policy import (
 )
 from kvferry.proxy.fleet.routing.routing_request import BYTES_PER_TOKEN, CHUNK_TOKENS, RoutingRequest
 from kvferry.proxy.fleet.snapshot import Node
+from kvferry.proxy.objectives import DEFAULT
 from kvferry.proxy.wire.registration import Incarnation
 from tests.unit.proxy.builders import registration, snapshot
 
@@ -42,7 +43,7 @@ def busy(nodes: Sequence[Node], *loads: int) -> Listed:
 
 
 def least_work(leg: Leg) -> LeastWork:
-    return LeastWork(RouteCosts(lambda _: 0, {}, {}, 2.0, 0.1), leg)
+    return LeastWork(RouteCosts(lambda _: 0, {}, {}, DEFAULT), leg)
 
 
 def idle(nodes: Sequence[Node]) -> Listed:
