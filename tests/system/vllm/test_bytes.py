@@ -49,8 +49,10 @@ async def test_of_a_window_or_a_chunk_no_more_is_moved_than_is_kept(
         }
         print(f"{name}: bytes moved for {LENGTHS} tokens: {moved}", flush=True)
         (_, shorter, longer), (_, all_of_shorter, all_of_longer) = moved["on"], moved["off"]
-        grown = Fraction(int(longer - shorter), int(all_of_longer - all_of_shorter))
-        assert grown == OF_FULL_ATTENTION[name], "what is kept of the others does not grow"
+        of_all = int(all_of_longer - all_of_shorter)  # Mistral's grow in neither: all of its layers are alike
+        assert longer - shorter == OF_FULL_ATTENTION[name] * of_all, (
+            "what is kept of the others does not grow"
+        )
 
 
 async def bytes_of(http: aiohttp.ClientSession, server: VllmServer, length: int) -> float:
