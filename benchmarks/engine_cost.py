@@ -94,9 +94,9 @@ async def start_vllm(stack: AsyncExitStack, discovery: str, log_dir: Path) -> di
 
 
 async def start_sglang(stack: AsyncExitStack, discovery: str, log_dir: Path) -> dict[str, Measured]:
-    """Also a decode server with SGLang's own transfers: one with ours differs from it by the plane alone."""
+    """Also a decode server that transfers nothing: one with our plane differs from it by the plane alone."""
     found = {}
-    for name, backend in (("plain", None), ("nixl", "nixl"), ("kvferry", "kvferry")):
+    for name, backend in (("plain", None), ("fake", "fake"), ("kvferry", "kvferry")):
         server = await stack.enter_async_context(
             sglang_server(
                 name,
