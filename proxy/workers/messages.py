@@ -157,64 +157,57 @@ class FoundTimeline(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     timeline: bytes | None
 
 
-class TimelineRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class TimelineRequest(msgspec.Struct, frozen=True, tag=True):
     """Ask all workers for a request that this one has not served; the response is its page."""
 
-    seq: int
     request_id: str
 
 
-class PageRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class PageRequest(msgspec.Struct, frozen=True, tag=True):
     """`model`: of the dashboard, the model that it is to show; empty for all."""
 
-    seq: int
     name: PageName
     model: str
 
 
-class AgentRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class AgentRequest(msgspec.Struct, frozen=True, tag=True):
     """Ask for what is known of an agent; the response is its page."""
 
-    seq: int
     agent: Incarnation
 
 
-class CordonRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class CordonRequest(msgspec.Struct, frozen=True, tag=True):
     """Cordon an agent in every worker, or undo that; the response is its entry in `/nodes`."""
 
-    seq: int
     agent: Incarnation
     cordoned: bool
 
 
-class RoleRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class RoleRequest(msgspec.Struct, frozen=True, tag=True):
     """Use an agent for a role; the response is that of `POST /nodes/INCARNATION/role/ROLE`."""
 
-    seq: int
     agent: Incarnation
     role: Role
 
 
-class DrainRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class DrainRequest(msgspec.Struct, frozen=True, tag=True):
     """Ask an agent to drain; the response is that of `POST /nodes/INCARNATION/drain`."""
 
-    seq: int
     agent: Incarnation
 
 
+OperatorRequest = TimelineRequest | PageRequest | AgentRequest | CordonRequest | RoleRequest | DrainRequest
+
+
+class Forwarded(msgspec.Struct, frozen=True, tag=True):
+    """A request that a worker got from an operator; the supervisor answers it with a `PageResponse`."""
+
+    seq: int
+    request: OperatorRequest
+
+
 ToWorker = Start | Registration | Departure | SetCordoned | Collect | FindTimeline | PageResponse | Stop
-ToSupervisor = (
-    Listening
-    | Heartbeat
-    | Report
-    | FoundTimeline
-    | PageRequest
-    | AgentRequest
-    | CordonRequest
-    | RoleRequest
-    | DrainRequest
-    | TimelineRequest
-)
+ToSupervisor = Listening | Heartbeat | Report | FoundTimeline | Forwarded
 
 Out = TypeVar("Out")
 In = TypeVar("In")

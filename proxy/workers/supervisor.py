@@ -76,10 +76,12 @@ from kvferry.proxy.workers.messages import (
     Departure,
     DrainRequest,
     FindTimeline,
+    Forwarded,
     FoundTimeline,
     Heartbeat,
     Listening,
     MetricFamily,
+    OperatorRequest,
     PageRequest,
     PageResponse,
     ProcessChannel,
@@ -304,6 +306,22 @@ class Supervisor:
             events.merge(report.events)
         return events
 
+    async def page_for(self, request: OperatorRequest) -> Page:
+        """Return what the operator sees who has sent a worker this request."""
+        match request:
+            case TimelineRequest(request_id=request_id):
+                return await self.timeline(request_id)
+            case PageRequest(name=name, model=model):
+                return await self.page(name, model)
+            case AgentRequest(agent=agent):
+                return await self.agent(agent)
+            case CordonRequest(agent=agent, cordoned=cordoned):
+                return await self.cordon(agent, cordoned)
+            case RoleRequest(agent=agent, role=role):
+                return await self.pin_role(agent, role)
+            case DrainRequest(agent=agent):
+                return await self.drain(agent)
+
     async def timeline(self, request_id: str) -> Page:
         """Return the way of a request, whichever worker has served it, or a 404."""
         found = await asyncio.gather(*(worker.find_timeline(request_id) for worker in self._workers))
@@ -494,18 +512,8 @@ class WorkerSession:
                             self._take_report(message)
                         case FoundTimeline(seq=seq, timeline=timeline):
                             self._take_timeline(seq, timeline)
-                        case TimelineRequest(seq=seq, request_id=request_id):
-                            tasks.create_task(self._respond(seq, self._supervisor.timeline(request_id)))
-                        case PageRequest(seq=seq, name=name, model=model):
-                            tasks.create_task(self._respond(seq, self._supervisor.page(name, model)))
-                        case AgentRequest(seq=seq, agent=agent):
-                            tasks.create_task(self._respond(seq, self._supervisor.agent(agent)))
-                        case CordonRequest(seq=seq, agent=agent, cordoned=cordoned):
-                            tasks.create_task(self._respond(seq, self._supervisor.cordon(agent, cordoned)))
-                        case RoleRequest(seq=seq, agent=agent, role=role):
-                            tasks.create_task(self._respond(seq, self._supervisor.pin_role(agent, role)))
-                        case DrainRequest(seq=seq, agent=agent):
-                            tasks.create_task(self._respond(seq, self._supervisor.drain(agent)))
+                        case Forwarded(seq=seq, request=request):
+                            tasks.create_task(self._respond(seq, self._supervisor.page_for(request)))
         except* ChannelClosed as closed:
             level = logging.DEBUG if self._supervisor.is_stopping else logging.INFO
             logger.log(level, "worker %d has ended: %s", self.pid, closed.exceptions[0])

@@ -47,10 +47,12 @@ from kvferry.proxy.workers.messages import (
     Departure,
     DrainRequest,
     FindTimeline,
+    Forwarded,
     FoundTimeline,
     Heartbeat,
     Listening,
     MetricFamily,
+    OperatorRequest,
     PageRequest,
     PageResponse,
     ProcessChannel,
@@ -161,44 +163,35 @@ class Worker(OperatorApi):
     async def page(self, name: PageName, model: str = "") -> Page:
         if name not in OF_ALL_WORKERS:
             return await super().page(name, model)
-        seq = next(self._seq)
-        return await self._request(seq, PageRequest(seq=seq, name=name, model=model))
+        return await self._request(PageRequest(name, model))
 
     async def timeline(self, request_id: str) -> Page:
         found = self.own_timeline(request_id)
         if found is not None:
             return timeline_page(request_id, found)
-        seq = next(self._seq)
-        return await self._request(seq, TimelineRequest(seq=seq, request_id=request_id))
+        return await self._request(TimelineRequest(request_id))
 
     async def agent(self, agent: Incarnation) -> Page:
-        seq = next(self._seq)
-        return await self._request(seq, AgentRequest(seq=seq, agent=agent))
+        return await self._request(AgentRequest(agent))
 
     async def cordon(self, agent: Incarnation, cordoned: bool) -> Page:
-        seq = next(self._seq)
-        return await self._request(seq, CordonRequest(seq=seq, agent=agent, cordoned=cordoned))
+        return await self._request(CordonRequest(agent, cordoned))
 
     async def pin_role(self, agent: Incarnation, role: Role) -> Page:
-        seq = next(self._seq)
-        return await self._request(seq, RoleRequest(seq=seq, agent=agent, role=role))
+        return await self._request(RoleRequest(agent, role))
 
     async def drain(self, agent: Incarnation) -> Page:
-        seq = next(self._seq)
-        return await self._request(seq, DrainRequest(seq=seq, agent=agent))
+        return await self._request(DrainRequest(agent))
 
-    async def _request(
-        self,
-        seq: int,
-        message: PageRequest | AgentRequest | CordonRequest | RoleRequest | DrainRequest | TimelineRequest,
-    ) -> Page:
+    async def _request(self, request: OperatorRequest) -> Page:
         if self.is_orphaned:
             raise SupervisorUnavailable("the supervisor has ended")
         if len(self._pending) >= MAX_PENDING:
             raise SupervisorUnavailable("too many requests wait for the supervisor")
+        seq = next(self._seq)
         response: asyncio.Future[Page] = asyncio.get_running_loop().create_future()
         self._pending[seq] = response
-        self._channel.send(message)
+        self._channel.send(Forwarded(seq, request))
         try:
             async with asyncio.timeout(RESPONSE_TIMEOUT_S):
                 return await response
