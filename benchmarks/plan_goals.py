@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """`make plan-goals`: the proxy's choice beside every fixed split, in virtual time.
 
-    python -m benchmarks.plan_goals [--servers 8 64] [--requests N] [--json FILE] TRACE…
+    python -m benchmarks.plan_goals [--servers 8 64] [--requests N] [--rates R…] [--json FILE] TRACE…
 
 For each trace, and a mix of prompts of 256 and 8,192 tokens, the highest rate is sought that the best of all
-fixed settings (splits with and without a threshold, and all servers together) serves with 0.99 of the goodput
-that it has at one request a second for 8 servers. Then all settings and the choice serve 70, 90 and 100 % of
-it, with the same defaults for all loads. Of more than 8 servers, splits by an eighth of them are tried, and
-then some around the best, closer and closer. Last come loads that turn from one kind of request to another.
-The exit status is 1 if a goal is missed.
+fixed settings of 8 servers (splits with and without a threshold, and all servers together) serves with 0.99
+of the goodput that it has at one request a second. Then all settings and the choice serve 70, 90 and 100 % of
+it, with the same defaults for all loads. More than 8 servers get a load once for every 8 of them, each time
+from another moment on; of these, splits by an eighth are tried, and then some around the best, closer and
+closer. Last, 8 servers get loads that turn from one kind of request to another. The exit status is 1 if a
+goal is missed.
 """
 
 from __future__ import annotations
@@ -81,23 +82,30 @@ def chosen(load: Sequence[SizedArrival], servers: int) -> PlanRow:
     return serve("auto", CONFIG, load, MODEL, both, None)
 
 
-def highest_rate(load: Sequence[SizedArrival], servers: int) -> float:
-    """Return the rate that some fixed setting serves with `KEPT` of the goodput of the best at one request a
-    second for 8 servers: some prompts may be too long for the objective at any rate.
+def highest_rate(load: Sequence[SizedArrival]) -> float:
+    """Return the rate that some fixed setting of 8 servers serves with `KEPT` of the goodput that the best
+    has at one request a second: some prompts may be too long for the objective at any rate.
     """
-    low = servers / 8
-    kept = KEPT * best_of(list(fixed(at_rate(load, low), servers))).goodput
+    kept = KEPT * best_of(list(fixed(at_rate(load, 1.0), 8))).goodput
 
     def is_served(rate: float) -> bool:
-        return any(row.goodput >= kept for row in fixed(at_rate(load, rate), servers))
+        return any(row.goodput >= kept for row in fixed(at_rate(load, rate), 8))
 
-    high = 2 * low
+    low, high = 1.0, 2.0
     while is_served(high):
         low, high = high, 2 * high
     for _ in range(SEARCH_STEPS):
         middle = (low + high) / 2
         low, high = (middle, high) if is_served(middle) else (low, middle)
     return low
+
+
+def superposed(load: Sequence[SizedArrival], copies: int) -> list[SizedArrival]:
+    """Return a load so many times at once, each time from another moment on, its beginning after its end."""
+    span = load[-1].at * (len(load) + 1) / len(load)
+    return sorted(
+        each._replace(at=(each.at + span * copy / copies) % span) for copy in range(copies) for each in load
+    )
 
 
 def compared(
@@ -123,24 +131,24 @@ def results(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
     loads = {path.name.split(".")[0]: read_trace(path)[: options.requests] for path in options.traces}
     loads["half long, half short"] = poisson(choose, lambda _: 256, 8.0, options.requests, Random(0))
+    highest = options.rates or list(map(highest_rate, loads.values()))
     for servers in options.servers:
-        for name, load in loads.items():
-            highest = highest_rate(load, servers)
+        eighths = max(1, servers // 8)
+        for (name, load), most in zip(loads.items(), highest, strict=True):
             for level in LEVELS:
-                rate = level * highest
-                title = f"{name}, {rate:.1f}/s"
-                yield compared(title, at_rate(load, rate), servers, GOODPUT_RATIO, TTFT_RATIO)
-        for name, kinds in TURNING.items():
-            scaled = [(prompt, answer, rate * servers / 8) for prompt, answer, rate in kinds]
-            load = turning(scaled, TURNS, TURN_S)
-            yield compared(f"turns: {name}", load, servers, TURN_GAIN, float("inf"))
+                rate = level * most * servers / 8
+                several = at_rate(superposed(load[: options.requests // eighths], eighths), rate)
+                yield compared(f"{name}, {rate:.1f}/s", several, servers, GOODPUT_RATIO, TTFT_RATIO)
+    for name, kinds in TURNING.items() if 8 in options.servers else ():
+        yield compared(f"turns: {name}", turning(kinds, TURNS, TURN_S), 8, TURN_GAIN, float("inf"))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.plan_goals", description=__doc__)
     parser.add_argument("traces", nargs="*", type=Path, metavar="TRACE", help="CSV or JSONL, gzipped or not")
     parser.add_argument("--servers", nargs="+", type=int, default=[8, 64])
-    parser.add_argument("--requests", type=int, default=2500, help="of each trace")
+    parser.add_argument("--requests", type=int, default=2500, help="of each load")
+    parser.add_argument("--rates", nargs="+", type=float, help="of each load, instead of seeking the highest")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     options = parser.parse_args()
     print("servers, load, best fixed setting, its goodput and TTFT p50, by choice, ratios of both")

@@ -26,8 +26,10 @@ from kvferry.proxy.wire.registration import Incarnation, Register
 
 PolicyName = Literal["least_work", "round_robin", "prefix_aware", "session"]
 
-ALL_LOOKS, MAX_LOOKS = 8, 2
-"""Candidates whose costs are compared: so many all, and of more than these some."""
+ALL_LOOKS, MAX_LOOKS = 8, 4
+"""Candidates whose costs are compared: so many all, and of more than these some. Two would often be none of
+the few that decode in a fleet where all have the role `both`.
+"""
 TIE = 0.1
 """Costs that differ by less than this part are equal: they are predictions."""
 MAX_CHUNKS_KNOWN = 65536

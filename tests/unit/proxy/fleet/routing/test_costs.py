@@ -86,6 +86,14 @@ def test_agents_that_nothing_tells_apart_are_taken_in_turn() -> None:
     assert set(Counter(decode for _, decode in used).values()) == {2}
 
 
+def test_of_many_agents_the_best_of_four_is_taken_and_others_at_each_turn() -> None:
+    stage = Stage()
+    for at in range(16):
+        stage.ping("prefill", 100 + at, msgspec.structs.replace(MEASURED, backlog_s=float(at)))
+    stage.ping("decode", 200)
+    assert [stage.route(SHORT, keep=False)[0] for _ in range(5)] == [100, 101, 102, 103, 100]
+
+
 def test_an_idle_agent_of_both_roles_serves_alone_and_one_that_decodes_much_gets_no_long_prompt() -> None:
     stage = Stage()
     stage.ping("both", 100)
