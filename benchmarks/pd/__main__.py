@@ -174,7 +174,6 @@ async def _turning(setup: Setup, options: argparse.Namespace, found: Found) -> N
         brief = {key: value for key, value in found[name].items() if key != "prompt shares"}
         print(f"{name}: {json.dumps(brief)}", flush=True)
         write_rows(options.logs / "requests.csv.gz", rows)
-        (options.logs / "turning.json").write_text(json.dumps(found))
 
 
 def _parallel(options: argparse.Namespace, side: int) -> tuple[str, ...]:

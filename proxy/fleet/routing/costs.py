@@ -17,7 +17,7 @@ A second of decoding counts v times as much as one before the first token: as mu
 answer of L tokens, `ttft_objective_s / (L * tpot_objective_s)`. A pair costs the sum of both. A server alone
 costs the same without a transfer; what comes while its prompt waits and is computed delays its answer.
 Objectives come first: a choice that is predicted to miss one, the request's own or else its model's, or to
-have the sequences that an agent decodes miss the fleet's, is taken only where all that are compared miss one;
+have the sequences that an agent decodes miss the model's, is taken only where all that are compared miss one;
 of more than eight agents, four are.
 What a server reports is corrected by how wrong it was (`Bias`).
 """
