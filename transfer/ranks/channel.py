@@ -59,10 +59,15 @@ def packed(frame: bytes) -> bytes:
 
 
 class RankConnection(asyncio.Protocol):
-    """One rank, as the engine process sees it."""
+    """One rank, as the engine process sees it. `on_lost` is called when the connection has ended."""
 
-    def __init__(self, on_frame: Callable[[RankConnection, bytes], None]) -> None:
+    def __init__(
+        self,
+        on_frame: Callable[[RankConnection, bytes], None],
+        on_lost: Callable[[], None] | None = None,
+    ) -> None:
         self._on_frame = on_frame
+        self._on_lost = on_lost
         self._frames = Frames()
         self._transport: asyncio.WriteTransport | None = None
 
@@ -94,6 +99,8 @@ class RankConnection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
+        if self._on_lost is not None:
+            self._on_lost()
 
 
 class RankListener:
@@ -169,13 +176,19 @@ class RankEnd:
         self._socket.close()
 
 
-async def dial(to: Path | socket.socket, on_frame: Callable[[RankConnection, bytes], None]) -> RankConnection:
+async def dial(
+    to: Path | socket.socket,
+    on_frame: Callable[[RankConnection, bytes], None],
+    on_lost: Callable[[], None] | None = None,
+) -> RankConnection:
     """Connect an engine process to a rank that listens, or by what leads to it. Raises OSError if it does
     not listen.
     """
     loop = asyncio.get_running_loop()
     path, end = (str(to), None) if isinstance(to, Path) else (None, to)
-    _, connection = await loop.create_unix_connection(lambda: RankConnection(on_frame), path, sock=end)
+    _, connection = await loop.create_unix_connection(
+        lambda: RankConnection(on_frame, on_lost), path, sock=end
+    )
     return connection
 
 

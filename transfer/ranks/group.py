@@ -96,7 +96,7 @@ class RankGroup:
     async def _dial(self, rank: int, address: RankAddress, events: RankEvents) -> RankConnection:
         to = connect(address) if isinstance(address, RemoteRank) else address
         try:
-            return await dial(to, partial(self._received, events, rank))
+            return await dial(to, partial(self._received, events, rank), partial(self._lost, rank))
         except OSError as error:
             raise OSError(f"transfer: rank {rank} does not listen on {address}: {error}") from error
 
@@ -177,6 +177,13 @@ class RankGroup:
         except RankGone as error:
             # A rank that is gone or stuck ends its agent (I8); until then every pull has its deadline.
             _log.error("rank %d does not accept commands: %s", rank, error)
+
+    def _lost(self, rank: int) -> None:
+        """Raises `RankGone` for a rank on another host: no engine watches such processes when it is idle, and
+        the loop's handler of exceptions ends this one (I8).
+        """
+        if rank in self._remote and rank in self._connections:
+            raise RankGone(f"rank {rank}, at {self._addresses[rank]}, has gone: this engine ends too")
 
     def _received(self, events: RankEvents, rank: int, connection: RankConnection, frame: bytes) -> None:
         report = wire.decode_report(frame)

@@ -130,11 +130,18 @@ async def struck(
         if moment == "pulled":
             # The engine goes on: one that is stopped for longer than a few seconds stops announcing itself.
             stack.enter_context(paused(pids_of(decode.pid, "worker")))
-        elif moment == "held":
-            await stack.enter_async_context(all_slots_taken(http, decode.url))
-            await decode_runs(OTHERS)
         await turn(http, proxy, spare.url, "cordon")
-        catching = [asyncio.create_task(outcome(http, proxy, *each)) for each in zip(*caught, strict=True)]
+        with paused(pids_of(prefill.pid, "worker") if moment == "held" else []):
+            catching = [
+                asyncio.create_task(outcome(http, proxy, *each)) for each in zip(*caught, strict=True)
+            ]
+            if moment == "held":
+                # The proxy sends nothing to a server that is full: it chooses this one before.
+                async with asyncio.timeout(HANGS_S):
+                    while (await node_of(http, proxy, decode.url))["in_flight"] < CAUGHT:
+                        await asyncio.sleep(0.05)
+                await stack.enter_async_context(all_slots_taken(http, decode.url))
+                await decode_runs(OTHERS)
         async with asyncio.timeout(HANGS_S):
             while await counted(prefill.url, ANSWERED) < answered + CAUGHT:
                 await asyncio.sleep(0.05)

@@ -43,28 +43,38 @@ pytestmark = MARKS
 
 LENGTHS = (70, 100, 150, 200, 300, 420)
 """At each every group has something to lend."""
-TRIALS = 50
 MOST_BELIEVED = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Hybrid:
-    """A model's groups of layers, and so many blocks that prompts of a late read are overwritten."""
+class Model:
+    """A model's groups of layers, so many blocks that prompts of a late read are overwritten, and how many
+    there are of these reads.
+    """
 
     num_groups: int
     num_blocks: int
+    trials: int
 
 
-HYBRIDS: Mapping[str, Hybrid] = MappingProxyType(
-    {"gemma3": Hybrid(3, 240), "llama4": Hybrid(4, 240), "nemotron_h": Hybrid(3, 40)}
+MODELS: Mapping[str, Model] = MappingProxyType(
+    {
+        "gemma3": Model(3, 240, 50),
+        "llama4": Model(4, 240, 50),
+        "nemotron_h": Model(3, 40, 50),
+        "mistral": Model(1, 80, 20),
+        "gpt_oss": Model(2, 160, 20),
+        "deepseek_v3": Model(1, 160, 20),
+        "qwen3_next": Model(4, 40, 20),
+    }
 )
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize("name", MODELS)
 async def test_what_goes_wrong_with_one_group_costs_a_computation_and_no_answer(
     name: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hybrid, switch = HYBRIDS[name], tmp_path / "damage"
+    model, switch = MODELS[name], tmp_path / "damage"
     switch.write_text("none")
     monkeypatch.setenv(SWITCH, str(switch))
     damaging: dict[str, Any] = {
@@ -77,13 +87,13 @@ async def test_what_goes_wrong_with_one_group_costs_a_computation_and_no_answer(
         words=CASES[name].words,
         connector=damaging,
         lease_s=LEASE_S,
-        num_blocks=hybrid.num_blocks,
+        num_blocks=model.num_blocks,
         max_running=SLOTS,
     ) as stack:
         asked = [greedy(prompt_ids(length)) for length in LENGTHS]
         wanted = await answers(stack.http, stack.prefill.url, [salted(each) for each in asked])
         assert len({str(answer.texts) for answer in wanted}) == len(LENGTHS)
-        for group in range(hybrid.num_groups):
+        for group in range(model.num_groups):
             for how, reason in (("deny", "invalid"), ("hole", "mismatch"), ("overwrite", "")):
                 switch.write_text(f"{how} {group}")
                 before = await counts(stack, reason)
@@ -103,28 +113,30 @@ async def test_what_goes_wrong_with_one_group_costs_a_computation_and_no_answer(
         await a_client_leaves_while_its_request_waits(stack)
         await a_client_leaves_while_kv_is_pulled(stack)
         await a_client_leaves_while_its_request_decodes(stack)
-        await late_readers(stack, switch, asked, wanted)
+        await late_readers(stack, switch, asked, wanted, model.trials)
 
 
-async def late_readers(stack: Stack, switch: Path, asked: list[dict[str, Any]], wanted: list[Answer]) -> None:
+async def late_readers(
+    stack: Stack, switch: Path, asked: list[dict[str, Any]], wanted: list[Answer], trials: int
+) -> None:
     """Leases end and other prompts overwrite the blocks before they are read."""
     _, recomputed, failed = await counts(stack, "invalid")
     expired = await stack.prefill.sample(stack.http, ENDED, 'reason="expired"')
-    for first in range(0, TRIALS, BATCH):
+    for first in range(0, trials, BATCH):
         batch = [(first + each) % len(asked) for each in range(BATCH)]
         found = await late(stack, [salted(asked[each]) for each in batch])
         assert_all_equal(found, [wanted[each] for each in batch])
     await stack.settled()
     now = await counts(stack, "invalid")
-    assert await stack.prefill.sample(stack.http, ENDED, 'reason="expired"') - expired == TRIALS
-    assert now[1] - recomputed == TRIALS
-    print(f"{TRIALS} late reads: 0 wrong, {now[2] - failed:g} not proven", flush=True)
+    assert await stack.prefill.sample(stack.http, ENDED, 'reason="expired"') - expired == trials
+    assert now[1] - recomputed == trials
+    print(f"{trials} late reads: 0 wrong, {now[2] - failed:g} not proven", flush=True)
     assert now[2] > failed
     switch.write_text("believe")
-    for trials in range(BATCH, MOST_BELIEVED + 1, BATCH):  # some find no lease any more
+    for tried in range(BATCH, MOST_BELIEVED + 1, BATCH):  # some find no lease any more
         found = await late(stack, [salted(each) for each in asked[-BATCH:]])
         if wrong := num_wrong(found, wanted[-BATCH:]):
-            print(f"believed: {wrong} of {trials} late reads wrong", flush=True)
+            print(f"believed: {wrong} of {tried} late reads wrong", flush=True)
             return
     pytest.fail("the control: no late read found another prompt's blocks")
 

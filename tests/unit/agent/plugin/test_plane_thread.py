@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's process ends with the API's (I8)."""
+"""The engine's process ends with the API's, and with its ranks on other hosts (I8)."""
 
 from __future__ import annotations
 
@@ -8,12 +8,22 @@ import multiprocessing
 import os
 import select
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+
+import torch
 
 from kvferry.agent.plugin import plane_thread
+from kvferry.transfer.memory import own_pool
+from kvferry.transfer.plane import PlaneConfig, RankAddress
+from kvferry.transfer.ranks.worker import WorkerConnector
+from tests.unit.transfer.rig import GEOMETRY, NUM_BLOCKS
 
 SPAWN = multiprocessing.get_context("spawn")
 LIMIT_S = 30.0
+HOST = "127.0.0.1"
 
 
 def api(said: Connection) -> None:
@@ -42,3 +52,70 @@ def test_an_engine_whose_api_died_while_it_loaded_ends() -> None:
     finally:
         os.close(handle)
         process.join(LIMIT_S)
+
+
+def rank_elsewhere(said: Connection) -> None:
+    """A rank as on another host, until it is killed."""
+    pool = own_pool(torch.zeros(GEOMETRY.pool_shape(NUM_BLOCKS, 4)), GEOMETRY, 1, 0)
+    rank = WorkerConnector(
+        address=None, rank=0, pool=pool, transfer="tcp", bind_host=HOST, advertise_host=HOST
+    )
+    rank.start()
+    said.send(rank.address)
+    said.poll(None)
+
+
+def idle_engine(said: Connection, rank: RankAddress) -> None:
+    """A plane over one rank. Nothing is asked of it."""
+    config = PlaneConfig(
+        incarnation="i",
+        bind_host=HOST,
+        control_port=0,
+        advertise_host=HOST,
+        transfer="tcp",
+        lease_s=2.0,
+        geometry=GEOMETRY,
+        num_blocks=NUM_BLOCKS,
+        weights="w",
+        host_id="h",
+        rank_addresses=(rank,),
+    )
+    plane = plane_thread.PlaneThread(config, start_timeout_s=LIMIT_S, parent=None)
+    plane.start()
+    said.send("started")
+    said.poll(None)
+    plane.close()
+
+
+@contextmanager
+def over_two_hosts() -> Iterator[tuple[BaseProcess, BaseProcess, Connection]]:
+    """A rank, an idle engine over it, and what tells the engine to close."""
+    hears, says = SPAWN.Pipe()
+    rank = SPAWN.Process(target=rank_elsewhere, args=(says,))
+    rank.start()
+    assert hears.poll(LIMIT_S)
+    to_engine, in_engine = SPAWN.Pipe()
+    engine = SPAWN.Process(target=idle_engine, args=(in_engine, hears.recv()))
+    engine.start()
+    try:
+        assert to_engine.poll(LIMIT_S)
+        assert to_engine.recv() == "started"
+        yield rank, engine, to_engine
+    finally:
+        for process in (engine, rank):
+            process.kill()
+            process.join(LIMIT_S)
+
+
+def test_an_idle_engine_whose_rank_on_another_host_died_ends() -> None:
+    with over_two_hosts() as (rank, engine, _):
+        rank.kill()
+        engine.join(LIMIT_S)
+        assert engine.exitcode == 1, "it lives on"
+
+
+def test_an_engine_that_closes_leaves_its_ranks_first() -> None:
+    with over_two_hosts() as (_, engine, to_engine):
+        to_engine.send("close")
+        engine.join(LIMIT_S)
+        assert engine.exitcode == 0
