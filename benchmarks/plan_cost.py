@@ -20,9 +20,17 @@ from collections.abc import Sequence
 from kvferry.transfer.consumer.pull import Pull, ReadBlocks
 from kvferry.transfer.control.messages import Grant
 from kvferry.transfer.ids import TransferId
-from kvferry.transfer.layout import REGION_SHIFT, Layers, Placement, ReadPlan, pair_blocks, plan_reads
+from kvferry.transfer.layout import (
+    REGION_SHIFT,
+    Layers,
+    Placement,
+    ReadPlan,
+    SpanTable,
+    pair_blocks,
+    plan_reads,
+)
 from kvferry.transfer.plane import BlockRun, all_blocks
-from kvferry.transfer.ranks.messages import pack_spans, unpack_spans
+from kvferry.transfer.ranks.messages import Read, decode_command, encode, pack_blocks, unpack_blocks
 
 TOKENS = 8192
 BLOCK_TOKENS = 16
@@ -66,14 +74,18 @@ def runs(rng: random.Random, kept: Sequence[int]) -> tuple[BlockRun, ...]:
     return tuple(BlockRun(end - count, tuple(rng.sample(range(1, NUM_BLOCKS), count))) for count in kept)
 
 
-def plan(read_plan: ReadPlan, ours: tuple[BlockRun, ...], grant: Grant) -> bytes:
-    """What the rank is sent."""
+def plan(read_plan: ReadPlan, ours: tuple[BlockRun, ...], grant: Grant) -> list[SpanTable]:
+    """Return the spans by group."""
     pull = Pull(TransferId("p"), TOKENS)
     pull.start(0.0, ours, None)
     pull.connected("tcp")
     [read] = [each for each in pull.opened(0.0, grant) if isinstance(each, ReadBlocks)]
     blocks = {each.group: pair_blocks(each.local_blocks, each.remote_blocks) for each in read.groups}
-    return pack_spans([each.spans(blocks[group]) for group, each in read_plan[0].items()])
+    command = Read(link=1, transfer_id="p", seq=0, blocks=pack_blocks(blocks), timeout_s=1.0)
+    received = decode_command(encode(command))
+    assert isinstance(received, Read), "another command than was sent"
+    blocks = unpack_blocks(received.blocks)
+    return [each.spans(blocks[group]) for group, each in read_plan[0].items()]
 
 
 def measure(kept: Sequence[int], *, block_outermost: bool) -> tuple[float, float, int]:
@@ -93,9 +105,9 @@ def measure(kept: Sequence[int], *, block_outermost: bool) -> tuple[float, float
     took = []
     for _ in range(ROUNDS):
         begun = time.thread_time()
-        packed = plan(read_plan, ours, grant)
+        spans = plan(read_plan, ours, grant)
         took.append((time.thread_time() - begun) * 1000)
-    return statistics.median(took), min(took), len(unpack_spans(packed))
+    return statistics.median(took), min(took), sum(map(len, spans))
 
 
 def main() -> None:

@@ -204,7 +204,7 @@ MAX_GROUPS = 64
 MAX_TEMPLATE_ROWS = 1 << 16
 
 BlockPairs = npt.NDArray[np.int64]
-"""Shape [n, 3]; columns are the local block, the remote block, and 0."""
+"""Shape [n, 3]; columns are a local block, a remote block, and how many are meant, counted from these."""
 
 _Bytes = Annotated[int, Meta(ge=0, le=1 << REGION_SHIFT)]
 _Offset = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
@@ -332,7 +332,7 @@ def pair_blocks(local_blocks: Sequence[int], remote_blocks: Sequence[int]) -> Bl
     """`remote_blocks[i]` goes to `local_blocks[i]`. Raises ValueError when the lists differ in length."""
     if len(local_blocks) != len(remote_blocks):
         raise ValueError(f"{len(local_blocks)} local blocks for {len(remote_blocks)} remote ones")
-    pairs = np.zeros((len(local_blocks), 3), dtype=np.int64)
+    pairs = np.ones((len(local_blocks), 3), dtype=np.int64)
     pairs[:, 0], pairs[:, 1] = local_blocks, remote_blocks
     return pairs
 
@@ -367,24 +367,37 @@ class LayerPairs:
 class BlockTemplate:
     """The bytes of one block of a group that a consumer's rank reads from a producer's, made once for a pair
     of ranks.
+
+    Attributes:
+        table: Shape [n, 5]: block 0's spans, and the strides from a block to the next, local and remote.
     """
 
-    def __init__(self, pairs: Sequence[LayerPairs]) -> None:
-        tables = [each.spans() for each in pairs]
-        strides = [[each.ours.block_stride, each.theirs.block_stride, 0] for each in pairs]
-        self._rows = np.concatenate(tables)
-        self._strides = np.repeat(np.array(strides, dtype=np.int64), [len(each) for each in tables], axis=0)
+    def __init__(self, table: npt.NDArray[np.int64]) -> None:
+        self.table = table
+        fills = (table[:, 3:] == table[:, 2:3]).all(axis=1)
+        self._filling, self._others = table[fills], table[~fills]
+        """Spans that fill their strides touch the next block's; the others do not."""
 
-    @property
-    def num_rows(self) -> int:
-        """Spans of one block."""
-        return len(self._rows)
+    @classmethod
+    def of(cls, pairs: Sequence[LayerPairs]) -> BlockTemplate:
+        """Return the template of layers that are all of one group."""
+        tables = [each.spans() for each in pairs]
+        strides = np.array([[each.ours.block_stride, each.theirs.block_stride] for each in pairs], np.int64)
+        return cls(np.hstack([np.concatenate(tables), np.repeat(strides, list(map(len, tables)), axis=0)]))
 
     def spans(self, blocks: BlockPairs) -> SpanTable:
-        """The spans of several blocks; those that touch on both sides are merged."""
-        # By row of the template first: blocks in a row touch there, if anything does.
-        table = self._rows[:, None, :] + blocks[None, :, :] * self._strides[:, None, :]
-        return merge_spans(table.reshape(-1, 3))
+        """Return the spans of several blocks; those that touch on both sides are merged."""
+        parts = ((self._filling, merge_spans(blocks)), (self._others, blocks))
+        return np.concatenate([_repeat(rows, each) for rows, each in parts if len(rows)])
+
+
+def _repeat(rows: npt.NDArray[np.int64], blocks: BlockPairs) -> SpanTable:
+    """Return the spans of these rows of a template for each run of blocks."""
+    spans = np.empty((len(rows), len(blocks), 3), dtype=np.int64)
+    for side in range(2):
+        spans[:, :, side] = rows[:, side, None] + rows[:, 3 + side, None] * blocks[:, side]
+    spans[:, :, 2] = rows[:, 2, None] * blocks[:, 2]
+    return spans.reshape(-1, 3)
 
 
 ReadPlan = Mapping[int, Mapping[int, BlockTemplate]]
@@ -412,7 +425,7 @@ def _plan_of_rank(rank: int, local: Placement, remotes: Sequence[Placement]) -> 
             for remote_rank, each in _pair_layers(rank, layers, theirs):
                 pairs.setdefault(remote_rank, []).append(each)
         for remote_rank, of_rank in pairs.items():
-            plan.setdefault(remote_rank, {})[group] = BlockTemplate(of_rank)
+            plan.setdefault(remote_rank, {})[group] = BlockTemplate.of(of_rank)
     return plan
 
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m benchmarks.pd --python PYTHON --model DIR --gpus 0,1`: what a pair of GPUs gives its clients.
 
-Servers of each system are started, asked at each rate, and ended, one system after the other. The steps
+Each system is asked at each rate, and with each trace, one system after the other. Those of two servers that
+can do both share them: each has a proxy of its own, which pins their roles. The steps
 `same` and `late` take our systems, `decode` and `timeline` the first of them; `turning` has a server on each
 GPU, in every split. vLLM is what PYTHON has
 installed; kvferry has to be importable there (docs/engines/vllm.md). The exit status is 1 if requests failed,
@@ -14,6 +15,7 @@ import argparse
 import asyncio
 import json
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -22,11 +24,33 @@ import aiohttp
 
 from benchmarks.pd.check import late_readers, same_answers
 from benchmarks.pd.decode_steps import decode_steps
-from benchmarks.pd.fleet import KINDS, Running, Setup, System, kv_moved, running, vllm_router
-from benchmarks.pd.load import WARM_UP_RATE, Seen, handovers, offer, read_log, summary, write_rows
+from benchmarks.pd.fleet import (
+    KINDS,
+    SHARING,
+    Running,
+    Setup,
+    System,
+    kv_moved,
+    running,
+    sharing,
+    vllm_router,
+)
+from benchmarks.pd.load import (
+    WARM_UP_RATE,
+    Seen,
+    handovers,
+    mix,
+    offer,
+    read_log,
+    requests,
+    send,
+    summary,
+    write_rows,
+)
 from benchmarks.pd.report import facts, write_report
 from benchmarks.pd.timeline import timeline
-from benchmarks.pd.turning import fleets, turn
+from benchmarks.pd.turning import fleets, pairs, plans, turn
+from kvferry.deploy.bench.arrivals import SizedArrival, at_rate, read_trace
 from kvferry.deploy.launcher import LaunchError
 from tests.helpers.gpu import gpu_names
 
@@ -34,6 +58,8 @@ ROOT = Path(__file__).parents[2]
 WARM_UP = (WARM_UP_RATE, 5.0)
 """Requests a second, and seconds."""
 CHECK_POOL_BYTES = 1 << 30
+MOST_PROMPT = 15_000
+"""Tokens of a trace's prompt."""
 Found = dict[str, dict[str, Any]]
 """The figures of a step, by run or system. A step that breaks off leaves what it has found."""
 SYSTEMS = ["kvferry-cuda_ipc", "by-hand", "auto", "auto-both", "nixl", "together", "kvferry-nixl"]
@@ -95,11 +121,16 @@ def main() -> int:
 
 
 async def _load(setup: Setup, options: argparse.Namespace, found: Found) -> None:
-    """Every system at every rate. What clients saw is written beside the figures as it comes; a system that
+    """Every system with every load. What clients saw is written beside the figures as it comes; a system that
     does not start leaves the others their turn.
     """
     load = _Load(setup, options, found)
-    for system in options.systems:
+    shared = [system for system in options.systems if system in SHARING]
+    if shared:
+        async with sharing(shared, setup) as fleets:
+            async for system, fleet in fleets:
+                await load.offer(system, system, fleet, fleet.url)
+    for system in [each for each in options.systems if each not in shared]:
         try:
             async with running(system, setup) as fleet:
                 await load.offer(system, system, fleet, fleet.url)
@@ -123,16 +154,18 @@ class _Load:
         """All rates, one after the other, at a URL of a system. `name`: of the runs."""
         vocabulary = _vocabulary(self._setup)
         await offer(url, *WARM_UP, vocabulary, seed=0)
-        for rate in self._options.rates:
-            run = f"{name} at {rate:g}/s"
+        for what, rate, arrivals in _loads(self._options):
+            run = f"{name}{what} at {rate:g}/s"
             connector = KINDS[system].connector
             since = fleet.proxy_log.stat().st_size if fleet.proxy_log else 0
-            before = None if connector is None else await kv_moved(connector, fleet.servers[1])
-            seen = await offer(url, rate, self._options.seconds, vocabulary)
+            before = None if connector is None else await kv_moved(connector, fleet.servers)
+            seen = await send(url, rate, requests(arrivals, vocabulary, seed=1))
             logged = read_log(fleet.proxy_log, since) if fleet.proxy_log else []
             self._found[run] = figures = summary(seen, handovers(system, seen, logged))
             if before is not None and connector is not None:
-                figures["kv"] = (await kv_moved(connector, fleet.servers[1])).since(before)
+                figures["kv"] = (await kv_moved(connector, fleet.servers)).since(before)
+            if system == "auto-both":
+                figures["plan"] = await plans(url, arrivals, pairs())
             print(f"{run}: {json.dumps(figures)}", flush=True)
             self._rows[run] = seen
             write_rows(self._options.logs / "requests.csv.gz", self._rows)
@@ -174,6 +207,23 @@ async def _turning(setup: Setup, options: argparse.Namespace, found: Found) -> N
         brief = {key: value for key, value in found[name].items() if key != "prompt shares"}
         print(f"{name}: {json.dumps(brief)}", flush=True)
         write_rows(options.logs / "requests.csv.gz", rows)
+
+
+def _loads(options: argparse.Namespace) -> Iterator[tuple[str, float, Sequence[SizedArrival]]]:
+    """Yield the mix at each rate, then each trace at its rate, with a name; prompts that are too long for the
+    model are cut.
+    """
+    for rate in options.rates:
+        yield "", rate, mix(rate, options.seconds)
+    for path, rate in options.traces:
+        load = [each for each in at_rate(read_trace(path), rate) if each.at < options.seconds]
+        cut = [each._replace(prompt_tokens=min(each.prompt_tokens, MOST_PROMPT)) for each in load]
+        yield f", {path.name.split('.')[0]}", rate, cut
+
+
+def _trace(word: str) -> tuple[Path, float]:
+    path, _, rate = word.rpartition("@")
+    return Path(path), float(rate)
 
 
 def _parallel(options: argparse.Namespace, side: int) -> tuple[str, ...]:
@@ -254,6 +304,14 @@ def _parser() -> argparse.ArgumentParser:
         "--router", default="", help="command of vllm-router, to be put before `nixl` as well"
     )
     parser.add_argument("--rates", nargs="+", type=float, default=[2.0, 4.0, 6.0, 8.0])
+    parser.add_argument(
+        "--traces",
+        nargs="*",
+        type=_trace,
+        default=[],
+        metavar="FILE@RATE",
+        help="of the step load, after the rates",
+    )
     parser.add_argument(
         "--timeline-rates", nargs="+", type=float, default=[2.0, 6.0], help="of the step timeline"
     )

@@ -105,7 +105,7 @@ class _Windows:
 
     async def beside(self, name: str, requests: Coroutine[Any, Any, None]) -> None:
         """A window beside requests, and one alone. Raises `AssertionError` if the requests end within it."""
-        before = await kv_moved("kvferry", self._decode)
+        before = await kv_moved("kvferry", [self._decode])
         asking = asyncio.create_task(requests)
         try:
             found = await self._window()
@@ -115,7 +115,7 @@ class _Windows:
         finally:
             asking.cancel()
             await asyncio.wait([asking])
-        moved = (await kv_moved("kvferry", self._decode)).since(before)
+        moved = (await kv_moved("kvferry", [self._decode])).since(before)
         await self.alone()
         usual = (self._alone[-2]["mean"] + self._alone[-1]["mean"]) / 2
         self.figures[name] = {

@@ -106,6 +106,10 @@ KINDS: Mapping[System, Kind] = MappingProxyType(
 )
 
 
+SHARING: tuple[System, ...] = ("kvferry-cuda_ipc", "by-hand", "auto-both", "together")
+"""Two servers with our connector over `cuda_ipc` that can do both serve as each of these."""
+
+
 @dataclass(frozen=True, slots=True)
 class Running:
     """A system that serves.
@@ -148,6 +152,20 @@ async def running(system: System, setup: Setup) -> AsyncIterator[Running]:
         yield Running(proxy_url, tuple(map(_url, ports)), pids, setup.log_dir / "proxy.log")
 
 
+async def pin_roles(url: str, roles: Sequence[Role]) -> None:
+    """Wait for as many servers as there are roles, and have the proxy use each for one."""
+    async with asyncio.timeout(READY_S), aiohttp.ClientSession() as http:
+        while True:
+            async with http.get(f"{url}/nodes") as response:
+                nodes = [node for node in (await response.json())["nodes"] if node["state"] == "ready"]
+            if len(nodes) == len(roles):
+                break
+            await asyncio.sleep(0.1)
+        for node, role in zip(nodes, roles, strict=True):
+            async with http.post(f"{url}/nodes/{node['incarnation']}/role/{role}") as response:
+                response.raise_for_status()
+
+
 @asynccontextmanager
 async def proxied(
     system: System, setup: Setup, discovery_port: int, further: Sequence[str] = ()
@@ -160,6 +178,25 @@ async def proxied(
         yield proxy.url
     finally:
         await proxy.stop()
+
+
+@asynccontextmanager
+async def sharing(
+    systems: Sequence[System], setup: Setup
+) -> AsyncIterator[AsyncIterator[tuple[System, Running]]]:
+    """Two servers that can do both, for systems one after the other: each has a proxy of its own, which pins
+    their roles. Raises as `running` does.
+    """
+    discovery_port, ports = free_port(), [free_port() for _ in _BOTH]
+
+    async def each() -> AsyncIterator[tuple[System, Running]]:
+        for system in systems:
+            async with proxied(system, setup, discovery_port) as url:
+                await pin_roles(url, KINDS[system].roles)
+                yield system, Running(url, tuple(map(_url, ports)), pids, setup.log_dir / "proxy.log")
+
+    async with servers_running("auto-both", setup, _BOTH, ports, discovery_port) as pids:
+        yield each()
 
 
 @asynccontextmanager
@@ -280,7 +317,7 @@ async def _until_ready(url: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class KvMoved:
-    """What a decode server has fetched since its start; `seconds` is the sum over transfers."""
+    """What some servers have fetched since their start; `seconds` is the sum over transfers."""
 
     transfers: float
     nbytes: float
@@ -310,11 +347,11 @@ _KV_COUNTERS = {
 }
 
 
-async def kv_moved(connector: str, url: str) -> KvMoved:
+async def kv_moved(connector: str, urls: Sequence[str]) -> KvMoved:
     """By the counters of a connector, `kvferry` or `nixl`, which may not be there from the start."""
-    page = await scrape(url)
+    pages = [await scrape(url) for url in urls]
     names = _KV_COUNTERS[connector]
-    return KvMoved(*[total(page, name) if is_shown(page, name) else 0.0 for name in names])
+    return KvMoved(*[sum(total(page, name) for page in pages if is_shown(page, name)) for name in names])
 
 
 def _url(port: int) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.pd.fleet import MODEL, System
+from kvferry.deploy.bench.arrivals import SizedArrival
 from kvferry.deploy.bench.client import Observation, connected_client
 from kvferry.deploy.bench.config import BenchConfig, Level, Target
 from kvferry.deploy.bench.measurement import run_round
@@ -53,8 +54,24 @@ class Seen:
 
 
 async def offer(url: str, rate: float, seconds: float, vocabulary: int, seed: int = 1) -> list[Seen]:
-    """Send requests with exponential gaps, `rate` a second, and wait for all of them."""
-    return await send(url, rate, _requests(rate, seconds, vocabulary, random.Random(seed)))
+    """Send requests of the mix, `rate` a second, and wait for all of them."""
+    return await send(url, rate, requests(mix(rate, seconds, seed), vocabulary, seed))
+
+
+def mix(rate: float, seconds: float, seed: int = 1) -> list[SizedArrival]:
+    """Return the arrivals of long and short prompts, with exponential gaps."""
+    rng, load, due = random.Random(seed), list[SizedArrival](), 0.0
+    while (due := due + rng.expovariate(rate)) < seconds:
+        load.append(SizedArrival(due, rng.choice((LONG, SHORT)), ANSWER))
+    return load
+
+
+def requests(load: Sequence[SizedArrival], vocabulary: int, seed: int) -> Iterator[PlannedRequest]:
+    """Make prompts of random tokens."""
+    rng = random.Random(seed)
+    for each in load:
+        prompt = [rng.randrange(3, vocabulary) for _ in range(each.prompt_tokens)]
+        yield PlannedRequest(each.at, prompt, each.answer_tokens)
 
 
 async def send(url: str, rate: float, requests: Iterator[PlannedRequest]) -> list[Seen]:
@@ -63,14 +80,6 @@ async def send(url: str, rate: float, requests: Iterator[PlannedRequest]) -> lis
         start = time.perf_counter()
         done = await run_round(client, Level("rate", rate), requests, start)
     return sorted((_seen(each, start) for each in done.observations), key=lambda one: one.sent)
-
-
-def _requests(rate: float, seconds: float, vocabulary: int, rng: random.Random) -> Iterator[PlannedRequest]:
-    due = rng.expovariate(rate)
-    while due < seconds:
-        prompt = [rng.randrange(3, vocabulary) for _ in range(rng.choice((LONG, SHORT)))]
-        yield PlannedRequest(due, prompt, ANSWER)
-        due += rng.expovariate(rate)
 
 
 def _seen(observed: Observation, start: float) -> Seen:

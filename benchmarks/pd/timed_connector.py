@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,10 @@ class TimedConnector(KvferryConnector):
         """By transfer id."""
         self._transfer_of: dict[str, str] = {}
         """By request, from its coming until it is computed on."""
+        self._steps = self._reports = 0
+        """Steps that were scheduled, and those of them whose results have come."""
+        self._computing: deque[tuple[int, str]] = deque()
+        """Transfers whose requests are in a step: which one."""
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, base.KVConnectorHandshakeMetadata]) -> None:
         super().set_xfer_handshake_metadata(metadata)
@@ -67,14 +72,23 @@ class TimedConnector(KvferryConnector):
 
     def build_connector_meta(self, scheduler_output: Any) -> KvferryConnectorMetadata:
         meta = super().build_connector_meta(scheduler_output)
+        self._steps += 1
         for request_id in scheduler_output.num_scheduled_tokens:
             transfer_id = self._transfer_of.pop(request_id, None)
             if transfer_id is not None:
-                marks = self._marks.pop(transfer_id)
-                marks["scheduled"] = time.monotonic()
-                with self._path.open("a") as file:
-                    file.write(json.dumps({"transfer_id": transfer_id, **marks}) + "\n")
+                self._marks[transfer_id]["scheduled"] = time.monotonic()
+                self._computing.append((self._steps, transfer_id))
         return meta
+
+    def get_kv_connector_stats(self) -> Any:
+        """In the scheduler's process vLLM asks once for each step, when its results have come."""
+        self._reports += 1
+        while self._computing and self._computing[0][0] <= self._reports:
+            _, transfer_id = self._computing.popleft()
+            marks = self._marks.pop(transfer_id) | {"computed": time.monotonic()}
+            with self._path.open("a") as file:
+                file.write(json.dumps({"transfer_id": transfer_id, **marks}) + "\n")
+        return super().get_kv_connector_stats()
 
     def _note(self, event: Event) -> None:
         marks = self._marks.get(event.transfer_id) if isinstance(event, PullDone) else None

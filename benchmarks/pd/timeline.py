@@ -20,7 +20,8 @@ STAGES = {
     "proven": "the producer's proof, and the verdict",
     "told": "until a step's report, which tells vLLM",
     "scheduled": "until the request is in a step",
-    "token": "that step, and the token's way to the client",
+    "computed": "that step, behind the one before it",
+    "token": "the token's way to the client: vLLM's API process, HTTP, proxy",
 }
 """The moment that ends each stage, in order, and what the stage is."""
 

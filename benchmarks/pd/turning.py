@@ -4,18 +4,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
-from random import Random
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import aiohttp
-
 from benchmarks import plan_reality
-from benchmarks.pd.fleet import READY_S, Setup, System, proxied, servers_running
-from benchmarks.pd.load import OBJECTIVES, WARM_UP_RATE, Seen, offer, send, summary
+from benchmarks.pd.fleet import Setup, System, pin_roles, proxied, servers_running
+from benchmarks.pd.load import OBJECTIVES, WARM_UP_RATE, Seen, offer, requests, send, summary
 from benchmarks.turns import turning
 from kvferry.deploy.bench.arrivals import SizedArrival
-from kvferry.deploy.bench.workload import PlannedRequest
 from kvferry.deploy.plan.command import EVERY_PROMPT, PlanConfig, serve
 from kvferry.deploy.plan.running_fleet import fetch_agents, server_model
 from kvferry.proxy.wire.registration import Role
@@ -59,17 +55,15 @@ def fleets(num_servers: int) -> dict[str, Fleet]:
     return found
 
 
+def pairs() -> dict[str, Fleet]:
+    """Every way to use two servers, one with a threshold among them."""
+    return fleets(2) | {"1 + 1, from 512": Fleet("by-hand", ["prefill", "decode"], 512)}
+
+
 def arrivals(num_servers: int, seconds: float) -> list[SizedArrival]:
     """Each kind for so many seconds, one after the other."""
     kinds = [(turn.prompt, turn.answer, turn.rate * num_servers / 4) for turn in TURNS]
     return turning(kinds, len(kinds), seconds)
-
-
-def requests(load: Sequence[SizedArrival], vocabulary: int, seed: int = 4) -> Iterator[PlannedRequest]:
-    rng = Random(seed)
-    for each in load:
-        prompt = [rng.randrange(3, vocabulary) for _ in range(each.prompt_tokens)]
-        yield PlannedRequest(each.at, prompt, each.answer_tokens)
 
 
 async def turn(
@@ -97,22 +91,8 @@ async def turn(
                 await asyncio.gather(sampling, return_exceptions=True)
                 found[name] = summary(seen, []) | {"turns": by_turn(seen, seconds), "prompt shares": shares}
                 if system == "auto-both":
-                    found[name]["plan"] = await plans(url, load)
+                    found[name]["plan"] = await plans(url, load, fleets(number))
             yield name, seen
-
-
-async def pin_roles(url: str, roles: Sequence[Role]) -> None:
-    """Wait for as many servers as there are roles, and have the proxy use each for one."""
-    async with asyncio.timeout(READY_S), aiohttp.ClientSession() as http:
-        while True:
-            async with http.get(f"{url}/nodes") as response:
-                nodes = [node for node in (await response.json())["nodes"] if node["state"] == "ready"]
-            if len(nodes) == len(roles):
-                break
-            await asyncio.sleep(0.1)
-        for node, role in zip(nodes, roles, strict=True):
-            async with http.post(f"{url}/nodes/{node['incarnation']}/role/{role}") as response:
-                response.raise_for_status()
 
 
 def by_turn(seen: Sequence[Seen], seconds: float) -> dict[str, dict[str, object]]:
@@ -125,13 +105,13 @@ def by_turn(seen: Sequence[Seen], seconds: float) -> dict[str, dict[str, object]
     }
 
 
-async def plans(url: str, load: Sequence[SizedArrival]) -> dict[str, Any]:
+async def plans(url: str, load: Sequence[SizedArrival], named: Mapping[str, Fleet]) -> dict[str, Any]:
     """What `kvferry plan` says of the load, by the servers of a proxy and the stricter objectives."""
     agents = await fetch_agents(url, None, None, None)
     model = server_model(agents)
     config = PlanConfig(ttft_s=OBJECTIVES[0][0], tpot_ms=1000 * OBJECTIVES[0][1])
     rows = {}
-    for name, fleet in fleets(len(agents)).items():
+    for name, fleet in named.items():
         row = await asyncio.to_thread(serve, name, config, load, model, fleet.roles, fleet.split)
         rows[name] = row._asdict()
     return {"server": str(model), "fleets": rows}

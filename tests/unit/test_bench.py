@@ -49,7 +49,7 @@ def test_stages_are_of_hand_overs_that_began_with_the_prefills_token(tmp_path: P
     assert found == {"requests": 4, "failed": 1, "no_transfer": 1, "no_early_token": 1}
     assert {name: each["p50"] for name, each in stages["long"].items()} == {
         **dict.fromkeys(marks, 1.0),
-        "token": 3.0,
+        "token": 2.0,
         "all": 10.0,
     }
 

@@ -11,7 +11,7 @@ import asyncio
 import enum
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -26,12 +26,12 @@ from kvferry.transfer.control import messages as wire
 from kvferry.transfer.control.endpoints import ControlClient
 from kvferry.transfer.control.messages import VERSIONS, Grant
 from kvferry.transfer.ids import TransferId
-from kvferry.transfer.layout import BlockPairs, ReadPlan, num_columns, pair_blocks, plan_reads, source_columns
+from kvferry.transfer.layout import ReadPlan, num_columns, pair_blocks, plan_reads, source_columns
 from kvferry.transfer.net import resolve
 from kvferry.transfer.plane import PlaneConfig, RemotePrompt
 from kvferry.transfer.ranks.aggregate import Outcome
 from kvferry.transfer.ranks.group import RankGroup
-from kvferry.transfer.ranks.messages import Connect, Read, pack_spans
+from kvferry.transfer.ranks.messages import Connect, Read, pack_blocks, pack_plan
 
 HANDSHAKE_S = 5.0
 RESPONSE_TIMEOUT_S = 2.0
@@ -123,8 +123,6 @@ class Link:
         self._deadline: asyncio.TimerHandle | None = None
         self._answered_at = 0.0
         """When the last response came, or the handshake ended."""
-        self._plans: list[ReadPlan] = []
-        """By our rank; a pull's spans are made of them."""
         self._columns: list[list[int]] = []
         """By group, where our columns of checksums come from; empty if we do not verify."""
         self._their_columns: list[int] = []
@@ -282,17 +280,15 @@ class Link:
     ) -> None:
         """Have every rank read its part of the producer's blocks; comes to one `RankEvents.read_ended`."""
         blocks = {each.group: pair_blocks(each.local_blocks, each.remote_blocks) for each in reads}
-        commands = [
+        self._ranks.read(
             Read(
                 link=self.number,
                 transfer_id=transfer_id,
                 seq=seq,
-                spans=_spans(plan, blocks),
+                blocks=pack_blocks(blocks),
                 timeout_s=timeout_s,
             )
-            for plan in self._plans
-        ]
-        self._ranks.read(transfer_id, seq, commands)
+        )
 
     def verify(
         self,
@@ -375,7 +371,7 @@ class Link:
 
     def _accepted(self, response: wire.HelloOk) -> None:
         try:
-            self._plans = self._plan(response)
+            plans = self._plan(response)
         except ValueError as error:
             self.refusal = str(error)
             self.lose("refused", str(error))
@@ -389,13 +385,17 @@ class Link:
         self.num_blocks = response.num_blocks
         self._transition(LinkState.CONNECTING)
         self._ranks.connect(
-            Connect(
-                link=self.number,
-                transfer=response.transfer,
-                ranks=response.ranks,
-                token=response.token,
-                timeout_s=HANDSHAKE_S / 2,
-            )
+            [
+                Connect(
+                    link=self.number,
+                    transfer=response.transfer,
+                    ranks=response.ranks,
+                    plan=pack_plan(plan),
+                    token=response.token,
+                    timeout_s=HANDSHAKE_S / 2,
+                )
+                for plan in plans
+            ]
         )
 
     def _plan(self, response: wire.HelloOk) -> list[ReadPlan]:
@@ -438,16 +438,6 @@ class Link:
 
     def _transition(self, to: LinkState) -> None:
         self.state = transition(f"link {self.number}", LINK_TRANSITIONS, self.state, to)
-
-
-def _spans(plan: ReadPlan, blocks: Mapping[int, BlockPairs]) -> dict[int, bytes]:
-    """What a rank reads of some blocks by group, by the producer's rank."""
-    spans = {}
-    for remote_rank, templates in plan.items():
-        tables = [each.spans(blocks[group]) for group, each in templates.items() if group in blocks]
-        if tables:
-            spans[remote_rank] = pack_spans(tables)
-    return spans
 
 
 def _ignore(response: wire.Response | None) -> None:

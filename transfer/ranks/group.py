@@ -121,21 +121,21 @@ class RankGroup:
         """Where each rank's KV lies, in order of rank."""
         return tuple(self._hellos[rank].placement for rank in range(self._num_ranks))
 
-    def connect(self, command: wire.Connect) -> None:
-        """Connect every rank; comes to one `link_connected`."""
-        self._links.expect((command.link, command.transfer))
-        self.broadcast(command)
+    def connect(self, commands: Sequence[wire.Connect]) -> None:
+        """Connect every rank, in order of rank, by one link; comes to one `link_connected`."""
+        self._links.expect((commands[0].link, commands[0].transfer))
+        for rank, command in enumerate(commands):
+            self._send(rank, command)
 
     def close_link(self, link: int, transfer: str) -> None:
         """Have every rank close a link, connected or not, without a report."""
         self._links.discard((link, transfer))
         self.broadcast(wire.CloseLink(link=link))
 
-    def read(self, transfer_id: TransferId, seq: int, commands: Sequence[wire.Read]) -> None:
-        """Send each rank its part of a read, in order of rank; comes to one `read_ended`."""
-        self._reads.expect((transfer_id, seq))
-        for rank, command in enumerate(commands):
-            self._send(rank, command)
+    def read(self, command: wire.Read) -> None:
+        """Have every rank read its part of some blocks; comes to one `read_ended`."""
+        self._reads.expect((TransferId(command.transfer_id), command.seq))
+        self.broadcast(command)
 
     def sum_blocks(self, blocks: Sequence[Sequence[int]], on_sums: Callable[[list[SumTable]], None]) -> None:
         """Have every rank sum some blocks of each group. `on_sums` is called once, with a table for each

@@ -7,14 +7,14 @@ are of one incarnation.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from kvferry.transfer.control.messages import EngineDescription
-from kvferry.transfer.layout import Placement, SpanTable
+from kvferry.transfer.layout import BlockPairs, BlockTemplate, Placement, ReadPlan
 
 
 class RankHello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
@@ -40,11 +40,15 @@ class Welcomed(msgspec.Struct, frozen=True, kw_only=True, tag="welcomed"):
 
 
 class Connect(msgspec.Struct, frozen=True, kw_only=True, tag="connect"):
-    """Connect to every rank of a producer; comes to one `Connected`. `link` names it from now on."""
+    """Connect to every rank of a producer; comes to one `Connected`. `link` names it from now on.
+
+    `plan`: which bytes of a block this rank reads, by producer rank and group (`pack_plan`).
+    """
 
     link: int
     transfer: str
     ranks: tuple[EngineDescription, ...]
+    plan: dict[int, dict[int, bytes]]
     token: bytes
     timeout_s: float
 
@@ -56,12 +60,15 @@ class CloseLink(msgspec.Struct, frozen=True, kw_only=True, tag="close_link"):
 
 
 class Read(msgspec.Struct, frozen=True, kw_only=True, tag="read"):
-    """Read spans from several producer ranks; comes to one `ReadEnded`. `spans` is by producer rank."""
+    """Read some blocks of each group, by the link's plan; comes to one `ReadEnded`.
+
+    `blocks`: `BlockPairs` by group (`pack_blocks`).
+    """
 
     link: int
     transfer_id: str
     seq: int
-    spans: dict[int, bytes]
+    blocks: dict[int, bytes]
     timeout_s: float
 
 
@@ -168,10 +175,31 @@ def decode_report(frame: bytes) -> Report:
     return _report_decoder.decode(frame)
 
 
-def pack_spans(tables: Sequence[SpanTable]) -> bytes:
-    return b"".join(table.astype("<i8").tobytes() for table in tables)
+def pack_plan(plan: ReadPlan) -> dict[int, dict[int, bytes]]:
+    return {
+        rank: {group: _pack(each.table) for group, each in templates.items()}
+        for rank, templates in plan.items()
+    }
 
 
-def unpack_spans(packed: bytes) -> SpanTable:
-    flat: np.ndarray[Any, np.dtype[np.int64]] = np.frombuffer(packed, dtype="<i8")
-    return flat.reshape(-1, 3)
+def unpack_plan(packed: Mapping[int, Mapping[int, bytes]]) -> ReadPlan:
+    return {
+        rank: {group: BlockTemplate(_unpack(each, 5)) for group, each in templates.items()}
+        for rank, templates in packed.items()
+    }
+
+
+def pack_blocks(blocks: Mapping[int, BlockPairs]) -> dict[int, bytes]:
+    return {group: _pack(each) for group, each in blocks.items()}
+
+
+def unpack_blocks(packed: Mapping[int, bytes]) -> dict[int, BlockPairs]:
+    return {group: _unpack(each, 3) for group, each in packed.items()}
+
+
+def _pack(table: npt.NDArray[np.int64]) -> bytes:
+    return table.astype("<i8", copy=False).tobytes()
+
+
+def _unpack(packed: bytes, columns: int) -> npt.NDArray[np.int64]:
+    return np.frombuffer(packed, dtype="<i8").reshape(-1, columns)

@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from kvferry.transfer.engine import Peer, PeerBroken, PeerUnreachable, Status, Transfer, TransferEngine
+from kvferry.transfer.layout import BlockPairs, ReadPlan, SpanTable
 from kvferry.transfer.ranks import messages as wire
 
 _INVALID_ARGUMENT = (RuntimeError, TypeError, ValueError, LookupError, ArithmeticError)
@@ -28,7 +31,8 @@ class _RankLink:
     """A producer: its ranks as peers of one engine. `connecting` until the outcome has been reported."""
 
     engine: TransferEngine
-    peers: list[Peer]
+    plan: ReadPlan
+    peers: list[Peer] = field(default_factory=list)
     connecting: bool = True
 
 
@@ -117,7 +121,7 @@ class RankReader:
 
     def _connect(self, command: wire.Connect) -> None:
         engine = self._engines[command.transfer]
-        link = _RankLink(engine, [])
+        link = _RankLink(engine, wire.unpack_plan(command.plan))
         self._links[command.link] = link
         try:
             for rank in command.ranks:
@@ -163,10 +167,8 @@ class RankReader:
         key = (command.transfer_id, command.seq)
         self._reads[key] = read = _Read(link.engine, [])
         try:
-            for rank, spans in command.spans.items():
-                read.transfers.append(
-                    link.engine.read(link.peers[rank], wire.unpack_spans(spans), command.timeout_s)
-                )
+            for rank, spans in _spans(link.plan, wire.unpack_blocks(command.blocks)):
+                read.transfers.append(link.engine.read(link.peers[rank], spans, command.timeout_s))
         except ValueError as error:
             _log.warning("read %s/%d: %s", *key, error)
             self._fail(key, read, "refused")
@@ -224,3 +226,11 @@ class RankReader:
                 ended_at=time.monotonic(),
             )
         )
+
+
+def _spans(plan: ReadPlan, blocks: Mapping[int, BlockPairs]) -> Iterator[tuple[int, SpanTable]]:
+    """Yield what is to be read of some blocks by group, by the producer's rank."""
+    for rank, templates in plan.items():
+        tables = [each.spans(blocks[group]) for group, each in templates.items() if group in blocks]
+        if tables:
+            yield rank, np.concatenate(tables)

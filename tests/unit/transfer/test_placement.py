@@ -76,7 +76,7 @@ def described(layers: list[torch.Tensor], planes: int, heads: range) -> Placemen
 def template(ours: Placement, theirs: Placement, heads: range) -> BlockTemplate:
     """Of all layers of two pools with one group."""
     numbers = range(len(ours.only_layers.names))
-    return BlockTemplate([LayerPairs(ours.only_layers, theirs.only_layers, numbers, numbers, heads)])
+    return BlockTemplate.of([LayerPairs(ours.only_layers, theirs.only_layers, numbers, numbers, heads)])
 
 
 def per_layer(order: str, heads: range, seed: int) -> Pool:
@@ -141,8 +141,8 @@ def test_any_layout_reads_from_any_other_of_the_same_content(
 @pytest.mark.parametrize(("local", "remote"), [("BHLPND", "BHLPND"), ("BHLNC", "BHLNC")])
 def test_blocks_that_hold_all_layers_are_one_span_at_any_tensor_parallelism(local: str, remote: str) -> None:
     whole, half = make(local, range(4), 1), make(remote, range(2, 4), 2)
-    assert template(whole.placement, half.placement, range(2, 4)).num_rows == 1
-    assert template(half.placement, whole.placement, range(2, 4)).num_rows == 1
+    assert template(whole.placement, half.placement, range(2, 4)).table.shape == (1, 5)
+    assert template(half.placement, whole.placement, range(2, 4)).table.shape == (1, 5)
 
 
 def test_neighbours_are_one_span() -> None:

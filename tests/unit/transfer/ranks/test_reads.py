@@ -16,11 +16,14 @@ import torch
 from kvferry.transfer.access_tokens import mint, new_secret
 from kvferry.transfer.control.messages import EngineDescription
 from kvferry.transfer.engine import EngineOptions, TransferEngine, open_engine
+from kvferry.transfer.layout import BlockTemplate, pair_blocks
 from kvferry.transfer.ranks import messages as wire
 from kvferry.transfer.ranks.reads import RankReader
 from tests.unit.transfer.test_plane import BACKENDS
 
 POOL_BYTES = 4096
+BEYOND = np.array([[0, POOL_BYTES - 16, 64, 64, 64]], dtype=np.int64)
+"""A template of which block 0 ends beyond the peer's pool."""
 TIMEOUT_S = 20.0
 
 
@@ -46,9 +49,11 @@ class Rank:
         return EngineDescription(engine=self.engine.describe(), regions=(self.region.describe(),))
 
     def connect(self, link: int, description: EngineDescription, token: bytes) -> None:
+        plan = {0: {0: BlockTemplate(BEYOND)}}
         command = wire.Connect(
-            link=link, transfer=self.engine.name, ranks=(description,), token=token, timeout_s=TIMEOUT_S
-        )
+            link=link, transfer=self.engine.name, ranks=(description,), plan=wire.pack_plan(plan),
+            token=token, timeout_s=TIMEOUT_S,
+        )  # fmt: skip
         self.links.handle(command)
 
     def report(self, kind: type[Any], *others: Rank) -> Any:
@@ -129,9 +134,7 @@ def test_a_read_beyond_the_peers_pool_is_refused_and_quiescent(ranks: tuple[Rank
     ours, theirs = ranks
     ours.connect(1, theirs.description, mint(theirs.secret))
     assert ours.report(wire.Connected, theirs).error is None
-    outside = np.array([[0, POOL_BYTES - 16, 64]], dtype=np.int64)
-    ours.links.handle(
-        wire.Read(link=1, transfer_id="t", seq=0, spans={0: wire.pack_spans(outside)}, timeout_s=TIMEOUT_S)
-    )
+    blocks = wire.pack_blocks({0: pair_blocks([0], [0])})
+    ours.links.handle(wire.Read(link=1, transfer_id="t", seq=0, blocks=blocks, timeout_s=TIMEOUT_S))
     ended = ours.report(wire.ReadEnded, theirs)
     assert (ended.ok, ended.reason, ended.quiescent) == (False, "refused", True)
