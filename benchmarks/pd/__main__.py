@@ -303,7 +303,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--router", default="", help="command of vllm-router, to be put before `nixl` as well"
     )
-    parser.add_argument("--rates", nargs="+", type=float, default=[2.0, 4.0, 6.0, 8.0])
+    parser.add_argument("--rates", nargs="*", type=float, default=[2.0, 4.0, 6.0, 8.0])
     parser.add_argument(
         "--traces",
         nargs="*",
