@@ -21,6 +21,7 @@ _TOKENIZER = Path(__file__).parents[3] / "deploy" / "models" / "ferry-tiny"
 _SCALE = 0.15
 EAGLE_DRAFT = "eagle_draft"
 """Written with the kind `eagle`."""
+MTP = "deepseek_mtp"
 _COMMON: dict[str, Any] = {
     "vocab_size": 936,
     "hidden_size": 128,
@@ -103,6 +104,7 @@ KINDS: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
             },
         ),
         "deepseek_v3": ("DeepseekV3Config", {**_WITHOUT_HEAD_DIM, **_LATENT}),
+        MTP: ("DeepseekV3Config", {**_WITHOUT_HEAD_DIM, **_LATENT, "num_nextn_predict_layers": 1}),
         "nemotron_h": (
             "NemotronHConfig",
             {
@@ -151,6 +153,8 @@ def make(directory: Path, kind: str) -> Path:
             tokens.div_(tokens.pow(2).mean(-1, keepdim=True).sqrt())
             _make_draft(model.state_dict(), directory / EAGLE_DRAFT)
     model.save_pretrained(target)
+    if kind == MTP:
+        _add_predictor(target / "model.safetensors", model.config.num_hidden_layers)
     folders = [target]
     if kind == "eagle":
         folders.append(directory / EAGLE_DRAFT)
@@ -176,6 +180,32 @@ def _make_draft(state: Mapping[str, Any], target: Path) -> None:
             weights[name.removeprefix("model.")] = value.clone().contiguous()
     target.mkdir(parents=True, exist_ok=True)
     safetensors.torch.save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+
+
+def _add_predictor(file: Path, num_layers: int) -> None:
+    """Add the layer that drafts the token after the next, which transformers leaves out: the last layer
+    again, over the next token's embedding and the last layer's output. Its drafts are seldom right.
+    """
+    import safetensors.torch
+    import torch
+
+    weights = safetensors.torch.load_file(file)
+    tokens, head, norm = (
+        weights[f"{name}.weight"] for name in ("model.embed_tokens", "lm_head", "model.norm")
+    )
+    added = {
+        "embed_tokens": tokens,
+        "enorm": norm,
+        "hnorm": norm,
+        "eh_proj": torch.eye(len(norm)).repeat(1, 2),
+        "shared_head.norm": norm,
+        "shared_head.head": head,
+    }
+    last, drafting = f"model.layers.{num_layers - 1}.", f"model.layers.{num_layers}."
+    copied = {name: value for name, value in weights.items() if name.startswith(last)}
+    weights |= {name.replace(last, drafting): value.clone() for name, value in copied.items()}
+    weights |= {f"{drafting}{name}.weight": value.clone() for name, value in added.items()}
+    safetensors.torch.save_file(weights, file, metadata={"format": "pt"})
 
 
 if __name__ == "__main__":

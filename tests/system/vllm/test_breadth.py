@@ -90,6 +90,15 @@ CASES: Mapping[str, Case] = MappingProxyType(
         "gpt_oss": Case(continuable=False, chats=False),
         "llama4": Case(),
         "deepseek_v3": Case(("--block-size", "16", "--no-enable-prefix-caching"), rounds=True, hybrid=False),
+        "deepseek_mtp": Case(
+            (
+                *("--block-size", "16", "--no-enable-prefix-caching"),
+                *("--speculative-config", '{"method":"mtp","num_speculative_tokens":1}'),
+            ),
+            rounds=True,
+            seeded=False,
+            hybrid=False,
+        ),
         "nemotron_h": Case(("--no-enable-prefix-caching",)),
         "qwen3_next": Case(("--dtype", "bfloat16", "--no-enable-prefix-caching"), rounds=True),
     }

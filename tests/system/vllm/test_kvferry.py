@@ -192,7 +192,7 @@ async def test_servers_of_several_ranks_answer_as_one_server_does(
 ) -> None:
     """Each rank of the decode server reads its heads from the ranks that have them."""
     bodies = [body(prompt.prompt, chat=False) | {"temperature": 0} for prompt in heldout(PROMPTS)]
-    async with started(tmp_path, tp=tp) as stack:
+    async with started(tmp_path, tp=tp, lease_s=60) as stack:  # nothing is late on a busy machine
         wanted = await answers(stack.http, stack.prefill.url, [salted(each) for each in bodies])
         assert len({str(answer.texts) for answer in wanted}) > PROMPTS // 2
         found = await answers(stack.http, stack.proxy_url, [salted(each) for each in bodies])
@@ -210,8 +210,8 @@ async def test_servers_measure_their_work_for_the_signals_to_scale_by(tmp_path: 
         await answers(stack.http, stack.proxy_url, [salted(each) for each in bodies])
         await stack.settled()
         async with asyncio.timeout(30):
-            while not is_shown(page := await scrape(stack.proxy_url), WANTED) or not total(
-                page, WANTED, role="decode"
+            while not is_shown(page := await scrape(stack.proxy_url), WANTED) or not all(
+                total(page, WANTED, role=role) for role in ("prefill", "decode")
             ):
                 await asyncio.sleep(0.1)
             while total(page := await scrape(stack.proxy_url), "kvferry_proxy_prefill_backlog_seconds"):
