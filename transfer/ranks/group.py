@@ -27,6 +27,9 @@ from kvferry.transfer.ranks.aggregate import Aggregator, Outcome
 from kvferry.transfer.ranks.channel import RankConnection, RankGone, dial
 from kvferry.transfer.ranks.tunnel import connect
 
+STOP_S = 5.0
+"""In which an engine that is stopped closes its plane once its ranks on other hosts have ended."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -179,10 +182,15 @@ class RankGroup:
             _log.error("rank %d does not accept commands: %s", rank, error)
 
     def _lost(self, rank: int) -> None:
-        """Raises `RankGone` for a rank on another host: no engine watches such processes when it is idle, and
-        the loop's handler of exceptions ends this one (I8).
+        """Have this engine end with a rank on another host: when it is idle, no engine watches such processes
+        (I8). Not at once: an engine that is stopped ends its ranks before the plane.
         """
         if rank in self._remote and rank in self._connections:
+            asyncio.get_running_loop().call_later(STOP_S, self._end, rank)
+
+    def _end(self, rank: int) -> None:
+        """Raises `RankGone`, with which the loop's handler of exceptions ends the process."""
+        if rank in self._connections:
             raise RankGone(f"rank {rank}, at {self._addresses[rank]}, has gone: this engine ends too")
 
     def _received(self, events: RankEvents, rank: int, connection: RankConnection, frame: bytes) -> None:

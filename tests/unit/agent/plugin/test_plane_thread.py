@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
+import pytest
 import torch
 
 from kvferry.agent.plugin import plane_thread
@@ -114,8 +115,13 @@ def test_an_idle_engine_whose_rank_on_another_host_died_ends() -> None:
         assert engine.exitcode == 1, "it lives on"
 
 
-def test_an_engine_that_closes_leaves_its_ranks_first() -> None:
-    with over_two_hosts() as (_, engine, to_engine):
+@pytest.mark.parametrize("rank_ends_first", [False, True])
+def test_an_engine_that_is_stopped_ends_well(rank_ends_first: bool) -> None:
+    """vLLM ends its ranks before its scheduler."""
+    with over_two_hosts() as (rank, engine, to_engine):
+        if rank_ends_first:
+            rank.kill()
+            rank.join(LIMIT_S)
         to_engine.send("close")
         engine.join(LIMIT_S)
         assert engine.exitcode == 0
