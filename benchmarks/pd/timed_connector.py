@@ -38,8 +38,10 @@ class TimedConnector(KvferryConnector):
         self._computing: deque[tuple[int, str]] = deque()
         """Transfers whose requests are in a step: which one."""
 
-    def set_xfer_handshake_metadata(self, metadata: Mapping[int, base.KVConnectorHandshakeMetadata]) -> None:
-        super().set_xfer_handshake_metadata(metadata)
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: Mapping[tuple[int, int], base.KVConnectorHandshakeMetadata]
+    ) -> None:
+        super().set_xfer_handshake_metadata_pp_aware(metadata)
         if self._plane is not None:
             take = self._plane.take_events
 
