@@ -56,7 +56,7 @@ class StepFit:
             unexplained = max(0.0, self._ss / self._weight - mean_s * mean_s - slope * slope * spread)
             error = math.sqrt(unexplained / (spread * self._weight))
             slope = min(max(0.0, slope) + _CAUTION * error, steepest)
-        fixed = min(mean_s, max(least, mean_s - slope * mean_n))
+        fixed = min(mean_s, max(least, mean_s - slope * mean_n if slope < steepest else 0.0))
         return fixed, min(slope, (mean_s - fixed) / mean_n)
 
 

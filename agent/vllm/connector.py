@@ -184,6 +184,11 @@ class KvferryConnector(base.KVConnectorBase_V1, *_SEVERAL_GROUPS):  # type: igno
         """Add to a step's report what has been proven since it was made."""
         connector_output.finished_recving = self._started.add_proven(connector_output.finished_recving)
 
+    def take_events(self) -> tuple[()]:
+        """No KV events of our own: vLLM asks when it has taken a step's outputs, which is what counts here."""
+        self._started.outputs_taken()
+        return ()
+
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self._started.request_finished(request, (block_ids,))
 

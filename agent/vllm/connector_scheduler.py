@@ -343,6 +343,10 @@ class KvferryConnectorScheduler:
         """Take the step that has just been scheduled: how many tokens of each request are in it."""
         self._meter.scheduled(tokens)
 
+    def outputs_taken(self) -> None:
+        """Note that vLLM has taken the outputs of the oldest step that it has scheduled."""
+        self._meter.outputs_taken()
+
     def add_proven(self, received: set[str] | None) -> set[str] | None:
         """What a step's report says has been received, and what has been proven since it was made: vLLM may
         compute on it in the next step, or free its blocks if the request has ended.

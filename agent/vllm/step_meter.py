@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures what vLLM's work takes, as the connector sees it in the scheduler: step by step, without outputs.
 
-A step lasts from when it is scheduled until the next one is, or until the last request has ended: with steps
-scheduled ahead that is the same on average. Time in which nothing is scheduled does not count.
+A step ends when vLLM takes its outputs, and begins when the one before it ended, which may be long after it was
+scheduled: vLLM schedules steps ahead. Time in which nothing is scheduled does not count.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,8 @@ from kvferry.agent.announce.capacity import CapacityMeter
 from kvferry.proxy.wire.registration import Capacity
 
 REPORT_INTERVAL_S = 0.2
+MAX_STEPS_AHEAD = 64
+"""Steps that are scheduled and have not ended: vLLM has two, or as many as it has pipeline stages."""
 
 
 @dataclass(slots=True)
@@ -33,10 +36,12 @@ class _Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Step:
+    """`at`: when it was scheduled."""
+
     at: float
+    requests: tuple[str, ...]
     prompt_tokens: int
     decoded: int
-    holders: int
 
 
 class StepMeter:
@@ -62,7 +67,10 @@ class StepMeter:
         self._clock = clock
         self._count_prompt = count_prompt
         self._requests: dict[str, _Request] = {}
-        self._step: _Step | None = None
+        self._steps: deque[_Step] = deque(maxlen=MAX_STEPS_AHEAD)
+        self._ended_at = float("-inf")
+        self._is_working = False
+        """The last step that ended had requests that go on: what vLLM does until the next one is work, too."""
         self._reported_at = float("-inf")
         self.capacity: Capacity = self._meter.report(0)
         """At most `REPORT_INTERVAL_S` old."""
@@ -73,8 +81,6 @@ class StepMeter:
 
     def scheduled(self, tokens: Mapping[str, int]) -> None:
         """Take a step, before vLLM counts its tokens as computed: how many of each request are in it."""
-        now = self._clock()
-        self._end_step(now)
         prompt_tokens = decoded = 0
         for request_id, count in tokens.items():
             request = self._requests.get(request_id)
@@ -82,9 +88,29 @@ class StepMeter:
                 of_prompt, is_decoded = self._classify(request, count)
                 prompt_tokens += of_prompt
                 decoded += is_decoded
-        if tokens:
-            self._step = _Step(at=now, prompt_tokens=prompt_tokens, decoded=decoded, holders=len(tokens))
-        if now - self._reported_at >= REPORT_INTERVAL_S:
+        self._steps.append(
+            _Step(
+                at=self._clock(), requests=tuple(tokens), prompt_tokens=prompt_tokens, decoded=decoded
+            )
+        )
+
+    def outputs_taken(self) -> None:
+        """End the oldest step: vLLM has its outputs, and has ended the requests that end with it."""
+        if not self._steps:
+            return
+        step, now = self._steps.popleft(), self._clock()
+        if step.requests:
+            began_at = self._ended_at if self._is_working else max(step.at, self._ended_at)
+            self._meter.step(
+                now - began_at,
+                prompt_tokens=step.prompt_tokens,
+                decoded=step.decoded,
+                blocks_used=self._blocks_used(),
+                holders=len(step.requests),
+            )
+        self._is_working = any(request_id in self._requests for request_id in step.requests)
+        self._ended_at = now
+        if not self._requests or now - self._reported_at >= REPORT_INTERVAL_S:
             self._report(now)
 
     def ended(self, request_id: str) -> None:
@@ -95,9 +121,7 @@ class StepMeter:
         if request.decoded:
             self._meter.answer_done(request.decoded)
         if not self._requests:
-            now = self._clock()
-            self._end_step(now)
-            self._report(now)
+            self._report(self._clock())
 
     def _classify(self, taken: _Request, count: int) -> tuple[int, bool]:
         """Note one request's part of a step; return its tokens of the prompt, and whether one was decoded."""
@@ -116,17 +140,6 @@ class StepMeter:
                 self._meter.prompt_done()
         taken.decoded += is_decoded
         return 0 if is_decoded else count, is_decoded
-
-    def _end_step(self, now: float) -> None:
-        step, self._step = self._step, None
-        if step is not None:
-            self._meter.step(
-                now - step.at,
-                prompt_tokens=step.prompt_tokens,
-                decoded=step.decoded,
-                blocks_used=self._blocks_used(),
-                holders=step.holders,
-            )
 
     def _report(self, now: float) -> None:
         self._reported_at = now

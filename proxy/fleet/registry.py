@@ -789,10 +789,12 @@ def _speed(info: Register, others: Speed) -> Speed:
     if capacity is None:
         return others
     pulls = sum(link.pulls for link in links)
+    # Without a step's own time, its batches were all of one size, and what larger ones gain is not known.
+    step = capacity if capacity.step_s or others.step_s is None else others
     return Speed(
         others.token_s if capacity.token_s is None else capacity.token_s,
-        others.step_s if capacity.step_s is None else capacity.step_s,
-        others.sequence_s if capacity.sequence_s is None else capacity.sequence_s,
+        step.step_s,
+        step.sequence_s,
         capacity.answer_tokens / capacity.answers if capacity.answers else others.answer_tokens,
         sum(link.seconds if link.tail_s is None else link.tail_s for link in links) / pulls
         if pulls

@@ -133,6 +133,7 @@ class VllmScheduler:
         ):  # else the report is empty: the connector does not see it
             report.received = self._scheduler.add_proven(report.received or None) or set()
         self._act(report)
+        self._scheduler.outputs_taken()
         return metadata
 
     def finish(self, request: VllmRequest, status: Status = Status.FINISHED_LENGTH_CAPPED) -> None:

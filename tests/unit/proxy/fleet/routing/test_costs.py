@@ -169,9 +169,19 @@ def test_the_busier_a_fleet_is_with_prompts_the_fewer_of_its_agents_decode(
 def test_what_an_agent_has_not_measured_is_taken_from_another_of_its_model() -> None:
     stage = Stage()
     stage.ping("prefill", 100)
-    stage.ping("prefill", 101, Capacity(step_s=5.0))
+    stage.ping("prefill", 101, Capacity(step_s=5.0, sequence_s=0.1))
     speed = stage.registry.snapshot().nodes[1].speed
-    assert speed == Speed(MEASURED.token_s, 5.0, MEASURED.sequence_s, 100.0, 0.0)
+    assert speed == Speed(MEASURED.token_s, 5.0, 0.1, 100.0, 0.0)
+
+
+def test_an_agent_whose_batches_were_all_of_one_size_does_not_tell_what_larger_ones_take() -> None:
+    stage, one_size = Stage(), Capacity(step_s=0.0, sequence_s=0.02)
+    stage.ping("decode", 100, one_size)
+    assert stage.registry.snapshot().nodes[0].speed.sequence_s == 0.02, "nobody knows better"
+    stage.ping("decode", 101)
+    stage.ping("decode", 100, one_size)
+    for node in stage.registry.snapshot().nodes:
+        assert (node.speed.step_s, node.speed.sequence_s) == (MEASURED.step_s, MEASURED.sequence_s)
 
 
 def test_a_pull_that_began_with_the_prefill_costs_what_came_after_it() -> None:
