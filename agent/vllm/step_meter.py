@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures what vLLM's work takes, as the connector sees it in the scheduler: step by step, without outputs.
 
-A step ends when vLLM takes its outputs, and begins when the one before it ended, which may be long after it was
-scheduled: vLLM schedules steps ahead. Time in which nothing is scheduled does not count.
+A step ends when vLLM takes its outputs, and begins when the one before it ended, which may be long after it
+was scheduled: vLLM schedules steps ahead. Time in which nothing is scheduled does not count.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class StepMeter:
         self._steps: deque[_Step] = deque(maxlen=MAX_STEPS_AHEAD)
         self._ended_at = float("-inf")
         self._is_working = False
-        """The last step that ended had requests that go on: what vLLM does until the next one is work, too."""
+        """Requests of the last step that ended go on: what vLLM does until the next one begins is work, too."""
         self._reported_at = float("-inf")
         self.capacity: Capacity = self._meter.report(0)
         """At most `REPORT_INTERVAL_S` old."""

@@ -122,8 +122,8 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     `answers`, sequences that it has decoded to their end, and `answer_tokens`, their tokens that it decoded.
 
     `slots`: sequences that it can decode at once: as many as it may, and as its KV blocks hold of the length
-    seen lately. A step that decodes n sequences takes `step_s + n * sequence_s`; None until it has decoded, and
-    a `step_s` of 0 if its batches were all of one size: then larger ones may gain nothing.
+    seen lately. A step that decodes n sequences takes `step_s + n * sequence_s`; None until it has decoded.
+    If its batches were all of one size, `step_s` is 0: larger ones may gain nothing.
     A step that computes n tokens of prompts takes `prompt_step_s + n * prompt_token_s`, likewise.
     `token_s`: seconds of prefill for each token of a prompt, those that its prefix cache had included;
     `backlog_s`: those that its prompts will still take. Both None until it has computed a prompt.

@@ -164,7 +164,7 @@ def test_steps_that_are_scheduled_ahead_take_their_own_time() -> None:
 
 
 def test_a_step_of_nothing_ends_like_any_other() -> None:
-    """vLLM schedules one ahead of the outputs that end its last request, or while blocks are being fetched."""
+    """vLLM schedules one ahead of the outputs that end its last request, or while it waits for blocks."""
     vllm = Vllm()
     for name in ("a", "b"):
         vllm.begin(name, 100)
