@@ -185,7 +185,7 @@ class KvferryConnector(base.KVConnectorBase_V1, *_SEVERAL_GROUPS):  # type: igno
         connector_output.finished_recving = self._started.add_proven(connector_output.finished_recving)
 
     def take_events(self) -> tuple[()]:
-        """No KV events of our own: vLLM asks once it has taken a step's outputs, which is what counts here."""
+        """No KV events of our own: but vLLM asks when it has taken the outputs of a step."""
         self._started.outputs_taken()
         return ()
 

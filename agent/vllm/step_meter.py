@@ -70,7 +70,7 @@ class StepMeter:
         self._steps: deque[_Step] = deque(maxlen=MAX_STEPS_AHEAD)
         self._ended_at = float("-inf")
         self._is_working = False
-        """Requests of the last step that ended go on: what vLLM does until the next one begins is work, too."""
+        """Requests of the last step that ended go on: until the next one begins, too, vLLM works."""
         self._reported_at = float("-inf")
         self.capacity: Capacity = self._meter.report(0)
         """At most `REPORT_INTERVAL_S` old."""
@@ -89,9 +89,7 @@ class StepMeter:
                 prompt_tokens += of_prompt
                 decoded += is_decoded
         self._steps.append(
-            _Step(
-                at=self._clock(), requests=tuple(tokens), prompt_tokens=prompt_tokens, decoded=decoded
-            )
+            _Step(at=self._clock(), requests=tuple(tokens), prompt_tokens=prompt_tokens, decoded=decoded)
         )
 
     def outputs_taken(self) -> None:
