@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import mean
+from statistics import fmean, mean
 
 from kvferry.common.http.tls import client_context
 from kvferry.common.options import read_key
@@ -37,16 +37,21 @@ async def fetch_agents(url: str, key: Path | None, ca: Path | None, model: str |
 
 
 def server_model(agents: Sequence[NodeView]) -> ServerModel:
-    """Return a server that is their mean. Raises `ValueError` if they have not measured enough."""
+    """Return a server that is their mean. Raises `ValueError` if they have not measured enough.
+
+    One that has lately spent more of its time on prompts, or on decoding, counts for more in what these take:
+    what long prompts take is not known where only short ones are computed.
+    """
     works = [node.work for node in agents if node.work is not None]
 
-    def measured(value: Callable[[NodeWorkView], float | None], what: str) -> float:
-        values = [found for work in works if (found := value(work)) is not None]
-        if not values:
+    def measured(of: Callable[[NodeWorkView], tuple[float | None, float]], what: str) -> float:
+        found = [(value, share) for value, share in map(of, works) if value is not None]
+        if not found:
             raise ValueError(
                 f"no agent has measured what {what} takes yet: send the fleet some requests first"
             )
-        return mean(values)
+        values, shares = zip(*found, strict=True)
+        return fmean(values, shares if any(shares) else None)
 
     default = ServerModel()
     chunk = min((node.prefill_chunk for node in agents if node.prefill_chunk), default=default.chunk)
@@ -55,10 +60,10 @@ def server_model(agents: Sequence[NodeView]) -> ServerModel:
     pools = [node.load.kv_blocks_total * BLOCK for node in agents if node.load.kv_blocks_total > 0]
     pulls = [work.pull_s for work in works if work.pull_s > 0.0]
     return ServerModel(
-        token_s=measured(lambda work: work.prompt_token_s, "a prompt"),
-        step_s=measured(lambda work: work.step_s, "a step"),
-        prompt_step_s=measured(lambda work: work.prompt_step_s, "a prompt"),
-        sequence_s=measured(lambda work: work.sequence_s, "a step"),
+        token_s=measured(lambda work: (work.prompt_token_s, work.prefill_share), "a prompt"),
+        step_s=measured(lambda work: (work.step_s, work.decode_share), "a step"),
+        prompt_step_s=measured(lambda work: (work.prompt_step_s, work.prefill_share), "a prompt"),
+        sequence_s=measured(lambda work: (work.sequence_s, work.decode_share), "a step"),
         chunk=chunk,
         batch_tokens=max(chunk, MAX_BATCH_TOKENS) if is_native else None,
         kv_tokens=min(pools, default=default.kv_tokens),

@@ -40,6 +40,14 @@ def test_a_server_is_the_mean_of_the_agents() -> None:
     assert (others.chunk, others.batch_tokens, others.kv_tokens) == (2048, None, 80 * 16)
 
 
+def test_who_does_more_of_a_work_counts_for_more_in_what_it_takes() -> None:
+    prefill = replace(WORK, prefill_share=0.6, decode_share=0.0, prompt_token_s=0.003, step_s=0.09)
+    decode = replace(WORK, prefill_share=0.2, decode_share=0.9, prompt_token_s=0.001, step_s=0.01)
+    idle = replace(WORK, prefill_share=0.0, decode_share=0.0, prompt_token_s=5.0, step_s=5.0)
+    model = server_model([replace(AGENT, work=work) for work in (prefill, decode, idle)])
+    assert (model.token_s, model.step_s) == (pytest.approx(0.0025), pytest.approx(0.01))
+
+
 def test_a_fleet_that_has_pulled_nothing_is_not_taken_to_pull_for_nothing() -> None:
     model = server_model([replace(AGENT, work=replace(WORK, pull_s=0.0))])
     assert (model.pull_s, model.pull_token_s) == (ServerModel().pull_s, ServerModel().pull_token_s)
