@@ -30,6 +30,7 @@ from kvferry.proxy.fleet.address_rules import AddressRules
 from kvferry.proxy.fleet.routing.policy import PolicyName
 from kvferry.proxy.http.cors import CorsPolicy
 from kvferry.proxy.objectives import ModelObjectives, Objective
+from kvferry.proxy.wire.dialects import MAX_KEEP_S
 from kvferry.proxy.wire.registration import DEFAULT_DISCOVERY_PORT
 
 
@@ -78,6 +79,9 @@ class ProxyConfig(HttpOptions, TraceOptions, LogOptions):
         prefix_pull_min_tokens: A prefill agent that lacks at least this many tokens of a prompt's beginning
             pulls their KV from an agent that has decoded them (the earlier turns of a conversation), rather
             than compute them again; 0 disables this.
+        keep_turns_s: Seconds for which a vLLM decode server (with kvferry's connector) keeps the KV of a
+            prompt and its answer, in at most a quarter of its memory, so that the prefill server of the
+            conversation's next turn can pull it; 3600 at most. Default: nothing is kept.
         decode_only_fallback: While no prefill agent of a model is ready, let its decode agents serve requests
             alone and compute the prompts too, if their engine can; without it such requests fail with 503.
         breaker_failures: Consecutive failures that open an agent's circuit breaker.
@@ -161,6 +165,7 @@ class ProxyConfig(HttpOptions, TraceOptions, LogOptions):
     model_objectives: tuple[str, ...] = ()
     stream_pull_min_tokens: int | None = None
     prefix_pull_min_tokens: int = 128
+    keep_turns_s: float | None = None
     decode_only_fallback: bool = True
     prefill_limit: int | None = None
     decode_limit: int | None = None
@@ -198,6 +203,8 @@ class ProxyConfig(HttpOptions, TraceOptions, LogOptions):
         check_positive(
             **{field.name: getattr(self, field.name) for field in fields(self) if field.name.endswith("_s")}
         )
+        if (self.keep_turns_s or 0.0) > MAX_KEEP_S:
+            raise ValueError(f"keep_turns_s must be at most {MAX_KEEP_S:g}, got {self.keep_turns_s}")
         self.named_servers()
         AddressRules(self.allow_address)
         CorsPolicy(self.cors_origins)

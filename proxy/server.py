@@ -274,6 +274,7 @@ def _exchange_context(
             dialects=all_dialects(
                 nixl_lease_s=config.nixl_lease_s,
                 moriio_lease_s=config.moriio_lease_s,
+                keep_turns_s=config.keep_turns_s or 0.0,
                 allow_fields=allowed_fields(config.allow_fields),
             ),
             kv_endpoints=KvEndpointCache(),

@@ -101,6 +101,7 @@ def fleet_settings(config: ProxyConfig) -> FleetSettings:
         split_min_tokens=None if config.split_min_tokens == "auto" else config.split_min_tokens,
         stream_pull_min_tokens=config.stream_pull_min_tokens,
         prefix_pull_min_tokens=config.prefix_pull_min_tokens,
+        keeps_turns=config.keep_turns_s is not None,
         decode_only_fallback=config.decode_only_fallback,
         queue_limit=config.queue_limit,
         objectives=config.objectives(),

@@ -156,6 +156,16 @@ class SchedulerConnector:
         """
         self._consumer.pull_prefix(TransferId(transfer_id), remote, block_ids, hashes, timeout_s)
 
+    def ask_prefix(
+        self, transfer_id: str, remote: RemotePrompt, hashes: Sequence[bytes], timeout_s: float
+    ) -> None:
+        """Ask a peer for a lease over the blocks of its prefix cache that have these hashes.
+
+        Comes to `PrefixLent`, or to a `PullFailed` after `timeout_s` at the latest. What is lent is held for
+        so long, for a `pull` of that many blocks; then it ends without an event. Raises `DuplicateTransfer`.
+        """
+        self._consumer.ask_prefix(TransferId(transfer_id), remote, hashes, timeout_s)
+
     def cancel(self, transfer_id: str) -> None:
         """Cancel a pull or a hold, and let the producer free its blocks.
 

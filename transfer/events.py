@@ -43,6 +43,15 @@ class LoanRequested(msgspec.Struct, frozen=True, kw_only=True):
     hashes: tuple[bytes, ...]
 
 
+class PrefixLent(msgspec.Struct, frozen=True, kw_only=True):
+    """Consumer: the response to `ask_prefix`. The first `num_blocks` of those asked for are leased to us, to
+    be pulled soon; 0: none are, and the transfer is over.
+    """
+
+    transfer_id: str
+    num_blocks: int
+
+
 class RankRead(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank read: from when to when, by the monotonic clock that all processes of a host share."""
 
@@ -109,7 +118,7 @@ class PullQuiescent(msgspec.Struct, frozen=True, kw_only=True):
     transfer_id: str
 
 
-PlaneEvent = LeaseEnded | LoanRequested | PullDone | PullFailed | PullQuiescent
+PlaneEvent = LeaseEnded | LoanRequested | PrefixLent | PullDone | PullFailed | PullQuiescent
 
 
 class PullTimes(msgspec.Struct, kw_only=True):

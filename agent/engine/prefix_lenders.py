@@ -3,43 +3,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from kvferry.agent.block_hashes import BlockHash
 from kvferry.agent.engine.admission import Limits
-from kvferry.agent.engine.blocks import BlockHash
 from kvferry.agent.engine.sequence import Sequence
+from kvferry.agent.lender import MAX_LENDERS, Lender
 from kvferry.agent.messages.requests import PrefixSource
 from kvferry.transfer.plane import MAX_LOAN_BLOCKS
-
-PAUSE_S, MAX_PAUSE_S = 30.0, 960.0
-"""How long an agent is not asked after a failure, doubled with each failure upon another up to the second:
-it may be out of reach from here for good, and a prompt that asks it is late by the time limit."""
-_MAX_LENDERS = 256
-"""Agents that something is remembered of; one more replaces the oldest."""
-
-
-@dataclass(eq=False, slots=True)
-class Lender:
-    """An agent that prefixes are pulled from. Until it has answered once, and again after a failure, it is
-    asked by one prompt at a time.
-    """
-
-    has_answered: bool = False
-    num_asking: int = 0
-    paused_until: float = 0.0
-    next_pause_s: float = PAUSE_S
-
-    def may_be_asked(self, now: float) -> bool:
-        return now >= self.paused_until and (self.has_answered or not self.num_asking)
-
-    def answered(self) -> None:
-        self.has_answered, self.next_pause_s = True, PAUSE_S
-
-    def failed(self, now: float) -> None:
-        """Leave it alone; of failures that come together the first one counts."""
-        if now >= self.paused_until:
-            self.has_answered, self.paused_until = False, now + self.next_pause_s
-            self.next_pause_s = min(2 * self.next_pause_s, MAX_PAUSE_S)
 
 
 class KnownLenders:
@@ -67,6 +36,6 @@ class KnownLenders:
     def find(self, source: PrefixSource) -> Lender:
         """Return what is remembered of an agent."""
         lender = self._lenders.setdefault(source, Lender())
-        if len(self._lenders) > _MAX_LENDERS:
+        if len(self._lenders) > MAX_LENDERS:
             del self._lenders[next(iter(self._lenders))]
         return lender

@@ -10,7 +10,7 @@ from enum import Enum
 
 import msgspec
 
-from kvferry.agent.engine.blocks import BlockHash, hash_blocks
+from kvferry.agent.block_hashes import BlockHash, hash_blocks
 from kvferry.agent.messages.requests import (
     FailedPull,
     FinishReason,

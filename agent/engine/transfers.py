@@ -19,10 +19,11 @@ from dataclasses import dataclass, field
 import msgspec
 
 from kvferry.agent.announce.work_counts import WorkCounts
+from kvferry.agent.block_hashes import BlockHash, hash_prompt
 from kvferry.agent.engine.admission import Limits
-from kvferry.agent.engine.blocks import BlockAllocator, BlockHash, hash_prompt
-from kvferry.agent.engine.prefix_lenders import Lender
+from kvferry.agent.engine.blocks import BlockAllocator
 from kvferry.agent.engine.sequence import Request, Sequence
+from kvferry.agent.lender import Lender
 from kvferry.agent.messages.requests import RemoteKV, SamplingParams, Token, TokenLogprob
 from kvferry.transfer.connector import SchedulerConnector
 from kvferry.transfer.events import NO_FAULT, LeaseEnded, LoanRequested, PullDone, PullFailed

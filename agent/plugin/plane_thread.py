@@ -21,8 +21,9 @@ from contextlib import suppress
 import msgspec
 import zmq
 
+from kvferry.agent.plugin.kept_prompts import KeptEnded, KeptPrompts
 from kvferry.transfer.connector import SchedulerConnector
-from kvferry.transfer.events import PlaneEvent, PullFailed
+from kvferry.transfer.events import LeaseEnded, LoanRequested, PlaneEvent, PullFailed
 from kvferry.transfer.ids import DuplicateTransfer
 from kvferry.transfer.plane import BlockRun, PlaneConfig, RemotePrompt
 from kvferry.transfer.sampled_tokens import SampledTokens
@@ -41,7 +42,7 @@ class LeaseRefused(msgspec.Struct, frozen=True, kw_only=True):
     transfer_id: str
 
 
-Event = PlaneEvent | LeaseRefused
+Event = PlaneEvent | LeaseRefused | KeptEnded
 Background = Callable[[SchedulerConnector], Awaitable[None]]
 """What else runs on the loop, from start to close."""
 
@@ -73,6 +74,7 @@ class PlaneThread:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
         self._plane: SchedulerConnector | None = None
+        self._kept: KeptPrompts | None = None
         self._thread = threading.Thread(target=self._run, name="kv-plane", daemon=True)
         self.transfers: tuple[str, ...] = ()
         self.control_port = config.control_port
@@ -144,7 +146,28 @@ class PlaneThread:
         """End a lease that no reader needs."""
         self._post(lambda plane: plane.drop(transfer_id))
 
+    def keep(self, key: str, blocks: Sequence[int], hashes: Sequence[bytes], limit_s: float) -> None:
+        """Lend blocks of a prompt's beginning, each by its hash, for so many seconds.
+
+        Comes to exactly one `KeptEnded`; until then the blocks must stay as they are.
+        """
+        self._post_kept(lambda kept: kept.keep(key, blocks, hashes, limit_s))
+
+    def end_kept(self, key: str) -> None:
+        """Lend it to no one else."""
+        self._post_kept(lambda kept: kept.end(key))
+
+    def drop_kept(self, keys: Sequence[str]) -> None:
+        """End them at once: what is being read of them is not proven right."""
+        self._post_kept(lambda kept: kept.drop(keys))
+
     # Consumer.
+
+    def ask_prefix(
+        self, transfer_id: str, remote: RemotePrompt, hashes: Sequence[bytes], timeout_s: float
+    ) -> None:
+        """See `SchedulerConnector.ask_prefix`. The transfer id must be new."""
+        self._post(lambda plane: plane.ask_prefix(transfer_id, remote, hashes, timeout_s))
 
     def hold(self, transfer_id: str, remote: RemotePrompt, timeout_s: float) -> None:
         """See `SchedulerConnector.hold`. A transfer id that is in use is not held a second time."""
@@ -195,6 +218,11 @@ class PlaneThread:
             raise RuntimeError("the transfer plane has not been started")
         self._loop.call_soon_threadsafe(call, self._plane)
 
+    def _post_kept(self, call: Callable[[KeptPrompts], object]) -> None:
+        if self._loop is None or self._kept is None:
+            raise RuntimeError("the transfer plane has not been started")
+        self._loop.call_soon_threadsafe(call, self._kept)
+
     # The thread.
 
     def _run(self) -> None:
@@ -221,6 +249,9 @@ class PlaneThread:
         self._loop.set_exception_handler(_end_process)
         plane = SchedulerConnector(self._config, self._collect)
         self._plane = plane
+        self._kept = KeptPrompts(
+            plane, self._config.geometry.block_size, lambda key: self._events.append(KeptEnded(key=key))
+        )
         try:
             await plane.start(self._start_timeout_s)
             self.transfers, self.control_port = plane.transfers, plane.control_port
@@ -238,8 +269,16 @@ class PlaneThread:
             await plane.close()
 
     def _collect(self) -> None:
-        if self._plane is not None:
-            self._events.extend(self._plane.take_events())
+        if self._plane is None or self._kept is None:
+            return
+        for event in self._plane.take_events():
+            match event:
+                case LoanRequested():
+                    self._kept.requested(event)
+                case LeaseEnded() if self._kept.lease_ended(event):
+                    pass
+                case _:
+                    self._events.append(event)
 
 
 async def _watch_parent(parent: int) -> None:

@@ -18,11 +18,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 
 from kvferry.agent.announce.work_counts import WorkCounts
+from kvferry.agent.lender import MAX_LENDERS, Lender
+from kvferry.agent.plugin.kept_prompts import KeptEnded
 from kvferry.agent.plugin.plane_thread import Event, LeaseRefused
 from kvferry.agent.vllm.identity import adapter_of
+from kvferry.agent.vllm.kept_turns import Keeper, KeptTurns, has_plain_ids, prefix_hashes
 from kvferry.agent.vllm.kv_groups import KvGroup, runs_of
 from kvferry.agent.vllm.params import (
     BadParams,
@@ -37,8 +41,24 @@ from kvferry.agent.vllm.step_meter import StepMeter
 from kvferry.common.hashing import Purpose, digest
 from kvferry.common.state_machine import transition, transitions
 from kvferry.proxy.wire.registration import Capacity, WorkReport
-from kvferry.transfer.events import NO_FAULT, WITHDRAWN, LeaseEnded, PullDone, PullFailed, PullQuiescent
-from kvferry.transfer.plane import BlockRun, RemotePrompt, all_blocks
+from kvferry.transfer.events import (
+    NO_FAULT,
+    WITHDRAWN,
+    LeaseEnded,
+    PrefixLent,
+    PullDone,
+    PullFailed,
+    PullQuiescent,
+)
+from kvferry.transfer.ids import new_transfer_id
+from kvferry.transfer.plane import (
+    MAX_LOAN_BLOCKS,
+    MAX_LOAN_S,
+    BlockRun,
+    RemotePrompt,
+    all_blocks,
+    one_group,
+)
 
 _COMPUTED = frozenset({"FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"})
 """vLLM's names of how a request ends whose prompt was computed."""
@@ -46,7 +66,7 @@ _COMPUTED = frozenset({"FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"})
 log = logging.getLogger(__name__)
 
 
-class Plane(Protocol):
+class Plane(Keeper, Protocol):
     """The transfer plane, as `PlaneThread` has it."""
 
     control_port: int
@@ -70,6 +90,10 @@ class Plane(Protocol):
 
     def cancel(self, transfer_id: str) -> None: ...
 
+    def ask_prefix(
+        self, transfer_id: str, remote: RemotePrompt, hashes: Sequence[bytes], timeout_s: float
+    ) -> None: ...
+
     def take_events(self) -> list[Event]: ...
 
 
@@ -89,6 +113,8 @@ class ConnectorMetadata:
 
 
 class FetchState(enum.Enum):
+    ASKING = "asking"
+    """Another server says how much of the prompt's beginning it has."""
     HELD = "held"
     """The lease is renewed; vLLM has no room for the prompt yet."""
     PULLING = "pulling"
@@ -100,6 +126,7 @@ class FetchState(enum.Enum):
 
 FETCH_TRANSITIONS = transitions(
     {
+        FetchState.ASKING: {FetchState.HELD, FetchState.OVER},
         FetchState.HELD: {FetchState.PULLING, FetchState.OVER},
         FetchState.PULLING: {FetchState.REPORTED},
         FetchState.REPORTED: {FetchState.OVER},
@@ -109,11 +136,12 @@ FETCH_TRANSITIONS = transitions(
 
 @dataclass(eq=False, slots=True)
 class _Fetch:
-    """One prompt's transfer. With n > 1 vLLM makes n requests of it: the first is the owner, and the others
-    wait until its prompt is in the prefix cache.
+    """One prompt's transfer, or its beginning's. With n > 1 vLLM makes n requests of it: the first is the
+    owner, and the others wait until its prompt is in the prefix cache.
     """
 
-    task: FetchPrompt
+    transfer_id: str
+    source: RemotePrompt
     owner: str
     members: set[str]
     """Requests that have not ended."""
@@ -123,9 +151,13 @@ class _Fetch:
     failure: str = ""
     is_abandoned: bool = False
     """The owner ended during the pull."""
+    hashes: tuple[bytes, ...] = ()
+    """Of a prompt's beginning: those of the blocks that are asked for, and once some are lent, of these."""
+    first_block: int = 0
+    """The position of the first of them."""
 
     def transition(self, to: FetchState) -> None:
-        self.state = transition(f"fetch {self.task.transfer_id}", FETCH_TRANSITIONS, self.state, to)
+        self.state = transition(f"fetch {self.transfer_id}", FETCH_TRANSITIONS, self.state, to)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +217,14 @@ class KvferryConnectorScheduler:
         self._lease_limit_s = lease_limit_s
         self._pull_timeout_s = pull_timeout_s
         self._hold_timeout_s = hold_timeout_s
+        self._block_size = groups[0].block_size if len(self._groups) == 1 and self._keeps_all else None
+        """Of the only group, where beginnings of prompts can be pulled; else None."""
+        self._clock = clock
+        self._kept = KeptTurns(plane, self._block_size, num_blocks, free_blocks)
+        self._beginnings: dict[str, _Fetch] = {}
+        """By request: what it pulls before it computes the rest, from when another server is asked."""
+        self._lenders: dict[str, Lender] = {}
+        """By incarnation, those of late."""
         self._tasks: dict[str, PromptTask] = {}
         """By request, from `on_new_request` until it ends."""
         self._fetches: dict[str, _Fetch] = {}
@@ -272,7 +312,7 @@ class KvferryConnectorScheduler:
         if fetch is not None:
             fetch.members.add(request_id)
             return
-        self._fetches[task.transfer_id] = _Fetch(task, request_id, {request_id})
+        self._fetches[task.transfer_id] = _Fetch(task.transfer_id, task.source, request_id, {request_id})
         self._plane.hold(task.transfer_id, task.source, self._hold_timeout_s)
 
     # Requests are scheduled.
@@ -282,32 +322,64 @@ class KvferryConnectorScheduler:
 
         None: ask again later; the request waits for the first of its siblings.
         """
-        fetch = self._fetch_of(request.request_id)
+        fetch = self._fetch_of(request.request_id) or self._ask(request, num_computed)
         if fetch is None or fetch.is_abandoned:
             return 0, False
+        if fetch.state is FetchState.ASKING:
+            return None, False
         if fetch.owner != request.request_id:
             return (0, False) if fetch.state is FetchState.OVER else (None, False)
         if fetch.state is FetchState.REPORTED:  # the pull failed: the prompt is computed here
             fetch.transition(FetchState.OVER)
         if fetch.state is not FetchState.HELD:
             return 0, False
-        missing = fetch.task.remote_num_tokens - num_computed
-        if missing > 0 and self._is_loadable(request, fetch.task):
+        if fetch.hashes and self._block_size:
+            # vLLM may have found or lost blocks in its prefix cache since it was asked.
+            is_next = fetch.first_block * self._block_size == num_computed
+            missing = fetch.source.num_tokens if is_next else 0
+        else:
+            missing = fetch.source.num_tokens - num_computed
+        if missing > 0 and self._is_loadable(request, fetch):
             return missing, True
         if missing > 0:
             self._figures["whole_prompts"] += 1
             self._counts.recompute()
-        else:
+        elif not fetch.hashes:
             self._figures["cached"] += 1
-        self._plane.cancel(fetch.task.transfer_id)
+        self._plane.cancel(fetch.transfer_id)
         fetch.transition(FetchState.OVER)
         return 0, False
 
-    def _is_loadable(self, request: Any, task: FetchPrompt) -> bool:
+    def _ask(self, request: Any, num_computed: int) -> _Fetch | None:
+        """Ask for the beginning of a prompt that is to be computed here, if that is worth it."""
+        task = self._tasks.get(request.request_id)
+        source = task.prefix_source if isinstance(task, LendPrompt) else None
+        if source is None or self._block_size is None or not has_plain_ids(request):
+            return None
+        first = num_computed // self._block_size
+        # Its last token is computed here, to sample from it.
+        missing = (len(request.prompt_token_ids) - 1) // self._block_size - first
+        lender = self._lenders.setdefault(source.remote_engine_id, Lender())
+        if len(self._lenders) > MAX_LENDERS:
+            del self._lenders[next(iter(self._lenders))]
+        enough = missing * self._block_size >= max(source.min_tokens, self._block_size)
+        if not enough or not lender.may_be_asked(self._clock()) or request.get_skip_reading_prefix_cache():
+            return None
+        ids = request.prompt_token_ids[: (first + missing) * self._block_size]
+        hashes = prefix_hashes(request, ids, self._block_size)[first:][:MAX_LOAN_BLOCKS]
+        name, owner = new_transfer_id(), request.request_id
+        fetch = _Fetch(name, source.prompt(0), owner, {owner}, FetchState.ASKING)
+        fetch.hashes, fetch.first_block = tuple(hashes), first
+        self._fetches[name] = self._beginnings[owner] = fetch
+        lender.num_asking += 1
+        self._plane.ask_prefix(name, source.prompt(len(hashes) * self._block_size), hashes, MAX_LOAN_S)
+        return fetch
+
+    def _is_loadable(self, request: Any, fetch: _Fetch) -> bool:
         """vLLM computes a prompt's last token again to sample the next. What a window or a state has kept is
         for the token after the last that was loaded, so this must be the prompt's last one.
         """
-        return self._keeps_all or task.remote_num_tokens < len(request.prompt_token_ids)
+        return self._keeps_all or fetch.source.num_tokens < len(request.prompt_token_ids)
 
     def update_state_after_alloc(
         self, request: Any, blocks: Sequence[Sequence[int]], num_external: int
@@ -322,22 +394,32 @@ class KvferryConnectorScheduler:
             return
         if not num_external:
             if fetch.state is FetchState.HELD:  # vLLM computes all of it, say for the prompt's logprobs
-                self._plane.cancel(fetch.task.transfer_id)
+                self._plane.cancel(fetch.transfer_id)
             if fetch.state in (FetchState.HELD, FetchState.REPORTED):
                 fetch.transition(FetchState.OVER)
             return
         if fetch.state is not FetchState.HELD:
             raise RuntimeError(f"{request.request_id}: blocks for a fetch that is {fetch.state.value}")
-        num_tokens = fetch.task.remote_num_tokens
-        runs = runs_of(self._groups, blocks, num_tokens)
         fetch.transition(FetchState.PULLING)
+        if fetch.hashes:
+            self._pull_beginning(fetch, blocks[0])
+            return
+        num_tokens = fetch.source.num_tokens
+        runs = runs_of(self._groups, blocks, num_tokens)
         if runs is None:
-            self._plane.cancel(fetch.task.transfer_id)
+            self._plane.cancel(fetch.transfer_id)
             self._fail_pull(fetch, "mismatch")
             return
         fetch.blocks = all_blocks(runs)
         ids_hash = prompt_hash(request, num_tokens)
-        self._plane.pull(fetch.task.transfer_id, fetch.task.source, runs, self._pull_timeout_s, ids_hash)
+        self._plane.pull(fetch.transfer_id, fetch.source, runs, self._pull_timeout_s, ids_hash)
+
+    def _pull_beginning(self, fetch: _Fetch, blocks: Sequence[int]) -> None:
+        wanted = blocks[fetch.first_block : fetch.first_block + len(fetch.hashes)]
+        fetch.blocks = tuple(wanted)
+        timeout_s = min(MAX_LOAN_S, self._pull_timeout_s)
+        ids_hash = fetch.hashes[-1].hex()
+        self._plane.pull(fetch.transfer_id, fetch.source, one_group(wanted), timeout_s, ids_hash)
 
     def scheduled(self, tokens: Mapping[str, int]) -> None:
         """Take the step that has just been scheduled: how many tokens of each request are in it."""
@@ -365,6 +447,7 @@ class KvferryConnectorScheduler:
         fetching = (FetchState.PULLING, FetchState.REPORTED)
         self.running = running + sum(fetch.state in fetching for fetch in self._fetches.values())
         self._handle_events()
+        self._kept.make_room()
         self.work = self._counts.work(self._leases_expired)
         metadata, self._metadata = self._metadata, ConnectorMetadata()
         return metadata
@@ -379,8 +462,15 @@ class KvferryConnectorScheduler:
         self._meter.ended(request.request_id)
         task = self._tasks.pop(request.request_id, None)
         if isinstance(task, FetchPrompt):
-            self._leave(request.request_id, task)
-        elif isinstance(task, LendPrompt) and request.status.name in _COMPUTED:
+            self._leave(request.request_id, self._fetches[task.transfer_id])
+            if request.status.name in _COMPUTED and len(block_ids) == 1:
+                kept = self._kept.keep(request, block_ids[0], task.keep_s)
+                self._leases_of.update(kept)
+                return bool(kept), None
+        beginning = self._beginnings.pop(request.request_id, None)
+        if beginning is not None:
+            self._leave(request.request_id, beginning)
+        if isinstance(task, LendPrompt) and request.status.name in _COMPUTED:
             return self._lend(request, task, block_ids)
         return False, None
 
@@ -393,6 +483,7 @@ class KvferryConnectorScheduler:
         """The weights may have changed: what is lent must not be proven right."""
         for transfer_id in self._lent:
             self._plane.drop(transfer_id)
+        self._kept.drop()
 
     def _lend(
         self, request: Any, task: LendPrompt, block_ids: Sequence[Sequence[int]]
@@ -431,15 +522,16 @@ class KvferryConnectorScheduler:
         # The ids of an image's place say nothing of the image.
         return self._continuable and not getattr(request, "mm_features", None)
 
-    def _leave(self, request_id: str, task: FetchPrompt) -> None:
-        fetch = self._fetches[task.transfer_id]
+    def _leave(self, request_id: str, fetch: _Fetch) -> None:
         fetch.members.discard(request_id)
         if fetch.owner == request_id:
             if fetch.state is FetchState.PULLING:
                 fetch.is_abandoned = True
-                self._plane.cancel(task.transfer_id)
-            elif fetch.state is FetchState.HELD:
-                self._plane.cancel(task.transfer_id)
+                self._plane.cancel(fetch.transfer_id)
+            elif fetch.state in (FetchState.ASKING, FetchState.HELD):
+                if fetch.state is FetchState.ASKING:
+                    self._lenders[fetch.source.engine_id].num_asking -= 1
+                self._plane.cancel(fetch.transfer_id)
                 fetch.transition(FetchState.OVER)
             elif fetch.state is FetchState.REPORTED:
                 fetch.transition(FetchState.OVER)
@@ -447,7 +539,7 @@ class KvferryConnectorScheduler:
 
     def _forget_if_over(self, fetch: _Fetch) -> None:
         if not fetch.members and fetch.state is FetchState.OVER:
-            del self._fetches[fetch.task.transfer_id]
+            del self._fetches[fetch.transfer_id]
 
     # Events of the plane.
 
@@ -459,6 +551,11 @@ class KvferryConnectorScheduler:
         match event:
             case LeaseEnded() | LeaseRefused():
                 self._lease_ended(event)
+            case KeptEnded():
+                self._free(self._kept.ended(event.key))
+                self._metadata.sent.add(event.key)
+            case PrefixLent():
+                self._prefix_lent(event)
             case PullDone():
                 self._count_transfer(event)
                 self._pull_over(event.transfer_id)
@@ -468,31 +565,69 @@ class KvferryConnectorScheduler:
                 self._pull_over(event.transfer_id)
 
     def _count_transfer(self, event: PullDone) -> None:
+        fetch = self._fetches.get(event.transfer_id)
+        if fetch is not None and fetch.hashes:
+            self._figures["prefix_pulls"] += 1
+            self._figures["prefix_pull_bytes"] += event.nbytes
+            return
         self._figures["transfers"] += 1
         self._figures["transfer_bytes"] += event.nbytes
         self._figures["transfer_seconds"] += event.wait_s + event.pull_s
-        fetch = self._fetches.get(event.transfer_id)
         if fetch is not None:
-            self._counts.pull_done(fetch.task.remote_engine_id, event)
+            self._counts.pull_done(fetch.source.engine_id, event)
 
     def _lease_ended(self, event: LeaseEnded | LeaseRefused) -> None:
         cause = event.cause if isinstance(event, LeaseEnded) else "refused"
         self._figures[f"leases_ended:{cause}"] += 1
         self._leases_expired += cause == "expired"
         lent = self._lent.pop(event.transfer_id)
-        for block in lent.blocks:
+        self._free(lent.blocks)
+        self._metadata.sent.add(lent.request)
+
+    def _free(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
             self._leases_of[block] -= 1
             if not self._leases_of[block]:
                 del self._leases_of[block]
-        self._metadata.sent.add(lent.request)
+
+    def _prefix_lent(self, event: PrefixLent) -> None:
+        fetch = self._fetches.get(event.transfer_id)
+        if fetch is None or self._block_size is None:
+            return
+        lender = self._lenders[fetch.source.engine_id]
+        lender.num_asking -= 1
+        lender.answered()
+        if not event.num_blocks:
+            fetch.transition(FetchState.OVER)
+            return
+        fetch.hashes = fetch.hashes[: event.num_blocks]
+        fetch.source = msgspec.structs.replace(fetch.source, num_tokens=event.num_blocks * self._block_size)
+        fetch.transition(FetchState.HELD)
 
     def _pull_failed(self, event: PullFailed) -> None:
         fetch = self._fetches.get(event.transfer_id)
+        if fetch is not None and fetch.hashes:
+            self._beginning_failed(fetch, event)
+            return
         if fetch is None or fetch.state is not FetchState.PULLING:
             return
         if event.reason not in NO_FAULT:
-            self._counts.pull_failed(fetch.task.remote_engine_id, event)
+            self._counts.pull_failed(fetch.source.engine_id, event)
         self._fail_pull(fetch, event.reason, quiescent=event.quiescent)
+
+    def _beginning_failed(self, fetch: _Fetch, event: PullFailed) -> None:
+        """The prompt is computed from its beginning, and the server is not asked again for a while."""
+        lender = self._lenders[fetch.source.engine_id]
+        if event.reason not in NO_FAULT:
+            self._figures[f"failed_prefix_pulls:{event.reason}"] += 1
+            lender.failed(self._clock())
+        if fetch.state is FetchState.ASKING:
+            lender.num_asking -= 1
+            fetch.transition(FetchState.OVER)
+        elif fetch.state is FetchState.PULLING:
+            fetch.failure = event.reason
+            if event.quiescent:
+                self._pull_over(fetch.transfer_id)
 
     def _fail_pull(self, fetch: _Fetch, reason: str, *, quiescent: bool = True) -> None:
         fetch.failure = reason
@@ -503,7 +638,7 @@ class KvferryConnectorScheduler:
             self._counts.recompute()
             log.info("request %s: its KV cannot be used: %s", fetch.owner, reason)
         if quiescent:
-            self._pull_over(fetch.task.transfer_id)
+            self._pull_over(fetch.transfer_id)
 
     def _pull_over(self, transfer_id: str) -> None:
         """Nothing writes to the blocks any more."""
@@ -522,7 +657,9 @@ class KvferryConnectorScheduler:
 
     def _fetch_of(self, request_id: str) -> _Fetch | None:
         task = self._tasks.get(request_id)
-        return self._fetches.get(task.transfer_id) if isinstance(task, FetchPrompt) else None
+        if isinstance(task, FetchPrompt):
+            return self._fetches.get(task.transfer_id)
+        return self._beginnings.get(request_id)
 
 
 def prompt_hash(request: Any, num_tokens: int) -> str:

@@ -13,11 +13,16 @@ import msgspec
 from msgspec import Meta
 
 from kvferry.agent.ids import MAX_ID_CHARS
+from kvferry.proxy.wire.dialects import MAX_KEEP_S
 from kvferry.transfer.plane import RemotePrompt
 
 MAX_HOST_CHARS = 255
 """As in the DNS."""
 _TransferId = Annotated[str, Meta(min_length=1, max_length=MAX_ID_CHARS, pattern="^[!-~]+$")]
+_EngineId = Annotated[str, Meta(min_length=1, max_length=MAX_ID_CHARS)]
+_Host = Annotated[str, Meta(min_length=1, max_length=MAX_HOST_CHARS)]
+_Port = Annotated[int, Meta(ge=1, le=65535)]
+_Rank = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 _Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 
 
@@ -25,26 +30,57 @@ class BadParams(ValueError):
     """The request's `kv_transfer_params` are not what a proxy sends."""
 
 
+class LenderAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """A server that may have kept the KV of the prompt's beginning. Fewer than `min_tokens` that are missing
+    here are not worth asking for.
+    """
+
+    remote_engine_id: _EngineId
+    remote_host: _Host
+    remote_port: _Port
+    remote_tp_size: _Count
+    remote_dp_rank: _Rank = 0
+    min_tokens: _Count
+
+    def prompt(self, num_tokens: int) -> RemotePrompt:
+        """So many tokens of it, as the transfer plane addresses them."""
+        return RemotePrompt(
+            engine_id=self.remote_engine_id,
+            host=self.remote_host,
+            port=self.remote_port,
+            num_tokens=num_tokens,
+            tp_size=self.remote_tp_size,
+            dp_rank=self.remote_dp_rank,
+        )
+
+
 class LendPrompt(msgspec.Struct, frozen=True, kw_only=True):
     """A prefill leg: keep the prompt's KV for a reader.
 
-    `first_token`: the reader goes on after the token that is sampled here.
+    `first_token`: the reader goes on after the token that is sampled here. `prefix_source`: from where the
+    prompt's beginning may be pulled.
     """
 
     transfer_id: _TransferId
     first_token: bool = False
+    prefix_source: LenderAddress | None = None
 
 
 class FetchPrompt(msgspec.Struct, frozen=True, kw_only=True):
-    """A decode leg: the prompt's KV is at a prefill server."""
+    """A decode leg: the prompt's KV is at a prefill server.
+
+    `keep_s`: for how many seconds the KV of the prompt and the answer is kept after the end, to be lent to
+    who computes the next turn.
+    """
 
     transfer_id: _TransferId
-    remote_engine_id: Annotated[str, Meta(min_length=1, max_length=MAX_ID_CHARS)]
-    remote_host: Annotated[str, Meta(min_length=1, max_length=MAX_HOST_CHARS)]
-    remote_port: Annotated[int, Meta(ge=1, le=65535)]
+    remote_engine_id: _EngineId
+    remote_host: _Host
+    remote_port: _Port
     remote_num_tokens: _Count
     remote_tp_size: _Count
-    remote_dp_rank: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
+    remote_dp_rank: _Rank = 0
+    keep_s: Annotated[float, Meta(ge=0.0, le=MAX_KEEP_S)] = 0.0
 
     @property
     def source(self) -> RemotePrompt:

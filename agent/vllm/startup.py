@@ -89,6 +89,7 @@ def start_connector_scheduler(
         host_id=server.host_id,
         rank_addresses=tuple(rank.address for rank in ranks),
         verify_kv=settings.verify_kv,
+        lends_prefixes=role != "prefill",
         curve_secret=None if key is None else key.secret.decode(),
     )
     plane = PlaneThread(plane_config, start_timeout_s=_START_S, parent=api_process())

@@ -17,6 +17,8 @@ _PLAIN = {
     "recomputed": "Prompts computed here because their KV could not be fetched or proven.",
     "whole_prompts": "Prompts computed here because a model with windows or states cannot go on from all "
     "of a prompt, which is what was lent.",
+    "prefix_pulls": "Prompts whose beginning was pulled from another server and proven right.",
+    "prefix_pull_bytes": "Bytes of KV pulled so.",
     "not_lent": "Prompts that were asked for, but whose KV could not be lent.",
     "cached": "Prompts that were in the local prefix cache whole, so that nothing was fetched.",
     "aborted_before_admission": "Requests that were aborted or rejected before the engine had them.",
@@ -24,10 +26,12 @@ _PLAIN = {
 }
 _BY_REASON = {
     "failed_transfers": "Transfers that failed, by reason.",
+    "failed_prefix_pulls": "Beginnings of prompts that could not be pulled and were computed, by reason.",
     "leases_ended": "Leases on prompts of this server that ended, by cause.",
 }
 _REASONS = {
     "failed_transfers": PULL_FAILURE_REASONS,
+    "failed_prefix_pulls": PULL_FAILURE_REASONS,
     "leases_ended": (*get_args(LeaseEndCause), "refused"),
 }
 """Each is there from the start, so that its first count is seen as one."""

@@ -19,18 +19,20 @@ def all_dialects(
     *,
     nixl_lease_s: float | None = None,
     moriio_lease_s: float | None = None,
+    keep_turns_s: float = 0.0,
     allow_fields: frozenset[str] = frozenset(),
 ) -> Mapping[str, Dialect]:
     """Return the dialects, by name.
 
-    The leases are how long prefill servers keep KV, as the operator says; None if unknown. `allow_fields`:
-    what clients may send beside each dialect's own.
+    The leases are how long prefill servers keep KV, as the operator says; None if unknown. `keep_turns_s`:
+    for how long decode servers that can are to keep what they have decoded. `allow_fields`: what clients may
+    send beside each dialect's own.
     """
     made = (
         Native(),
         Atom(allow_fields=allow_fields),
         Sglang(allow_fields=allow_fields),
-        VllmKvferry(allow_fields=allow_fields),
+        VllmKvferry(allow_fields=allow_fields, keep_turns_s=keep_turns_s),
         VllmMooncake(allow_fields=allow_fields),
         VllmMoriio(allow_fields=allow_fields, lease_s=moriio_lease_s),
         VllmNixl(allow_fields=allow_fields, lease_s=nixl_lease_s),

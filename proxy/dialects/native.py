@@ -167,23 +167,28 @@ class Native(Dialect):
 
     def prefix_source(self, lender: Register, min_tokens: int) -> dict[str, Any] | None:
         """Where a prefill agent finds the lender."""
-        control = control_address(lender)
-        if control is None:
-            return None
-        host, port = control
-        return {
-            "remote_engine_id": lender.incarnation,
-            "remote_host": host,
-            "remote_port": port,
-            "remote_tp_size": lender.tp_size,
-            "min_tokens": min_tokens,
-        }
+        return prefix_source(lender, min_tokens)
 
 
 def drop_request(transfer_id: TransferId, incarnation: Incarnation) -> LegRequest:
     """Ask a prefill agent to free a transfer's KV."""
     body = msgspec.json.encode({"transfer_id": transfer_id, "incarnation": incarnation})
     return LegRequest(path=DROP_PATH, headers={"Content-Type": "application/json"}, body=body)
+
+
+def prefix_source(lender: Register, min_tokens: int) -> dict[str, Any] | None:
+    """Where a lender is found; None if its registration does not say it."""
+    control = control_address(lender)
+    if control is None:
+        return None
+    host, port = control
+    return {
+        "remote_engine_id": lender.incarnation,
+        "remote_host": host,
+        "remote_port": port,
+        "remote_tp_size": lender.tp_size,
+        "min_tokens": min_tokens,
+    }
 
 
 def control_address(agent: Register) -> tuple[str, int] | None:

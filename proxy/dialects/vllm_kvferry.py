@@ -31,10 +31,12 @@ from kvferry.proxy.dialects.base import (
     SubRequest,
     make_leg,
 )
+from kvferry.proxy.dialects.native import prefix_source
 from kvferry.proxy.dialects.sent_tokens import SentTokens
 from kvferry.proxy.errors import NOT_JSON, BadResponse
 from kvferry.proxy.request import ClientRequest
 from kvferry.proxy.wire.dialects import VLLM_KVFERRY
+from kvferry.proxy.wire.registration import Register
 
 _NO_SUCH_MODEL = "kvferry/drop"
 """A vLLM server takes the params of a request that it rejects to its connector, and computes nothing."""
@@ -134,10 +136,14 @@ _IDS = msgspec.json.Decoder(tuple[int, ...] | None)
 
 @dataclass(frozen=True, kw_only=True)
 class VllmKvferry(vllm.VllmDialect):
-    """The connector's `kv_transfer_params`: docs/engines/vllm.md."""
+    """The connector's `kv_transfer_params`: docs/engines/vllm.md.
+
+    `keep_turns_s`: for how long a decode server keeps the KV of a prompt and its answer, to be lent.
+    """
 
     name: ClassVar[str] = VLLM_KVFERRY
     forks: ClassVar[bool] = True
+    keep_turns_s: float = 0.0
 
     def leg_order(self, endpoints: Endpoints, kv_endpoint: KvEndpoint | None) -> LegOrder:
         """Where the KV is stands in the prefill's response."""
@@ -147,6 +153,8 @@ class VllmKvferry(vllm.VllmDialect):
         """One choice for one token, whatever n is."""
         shows_first = self.may_continue(sub)
         params = vllm.HAND_OVER | {"transfer_id": sub.transfer_id, "first_token": shows_first}
+        if endpoints.prefix_source is not None:
+            params["prefix_source"] = endpoints.prefix_source
         make = vllm.opening_body if shows_first else vllm.prefill_body
         return make_leg(sub, endpoints.prefill_rank, make(sub, params))
 
@@ -165,8 +173,18 @@ class VllmKvferry(vllm.VllmDialect):
     def decode_leg(
         self, sub: SubRequest, endpoints: Endpoints, prefilled: Prefilled, kv_endpoint: KvEndpoint | None
     ) -> LegRequest:
-        """The client's own body with the prefill's params verbatim."""
-        return make_leg(sub, endpoints.decode_rank, vllm.decode_body(sub, prefilled.params))
+        """The client's own body with the prefill's params."""
+        return make_leg(sub, endpoints.decode_rank, vllm.decode_body(sub, self._fetch(prefilled)))
+
+    def _fetch(self, prefilled: Prefilled) -> dict[str, Any] | None:
+        """The prefill's params, verbatim, and for how long to keep what comes of them."""
+        kept = {"keep_s": self.keep_turns_s} if self.keep_turns_s else {}
+        return None if prefilled.params is None else {**prefilled.params, **kept}
+
+    def prefix_source(self, lender: Register, min_tokens: int) -> dict[str, Any] | None:
+        """The lender's control channel, and which of several data-parallel ranks it is."""
+        source = prefix_source(lender, min_tokens)
+        return None if source is None else source | {"remote_dp_rank": lender.dp_rank or 0}
 
     def may_continue(self, sub: SubRequest) -> bool:
         """One streamed choice whose next token depends on nothing but the ids before it.
@@ -216,8 +234,8 @@ class VllmKvferry(vllm.VllmDialect):
         }
         if request.min_tokens:
             body["min_tokens"] = max(0, request.min_tokens - done)
-        if prefilled.params is not None:
-            body["kv_transfer_params"] = prefilled.params
+        if (fetch := self._fetch(prefilled)) is not None:
+            body["kv_transfer_params"] = fetch
         leg = make_leg(sub, endpoints.decode_rank, msgspec.json.encode(body))
         return msgspec.structs.replace(leg, path=_COMPLETIONS)
 

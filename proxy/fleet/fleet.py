@@ -49,6 +49,7 @@ class FleetSettings:
     split_min_tokens: int | None = None
     stream_pull_min_tokens: int | None = None
     prefix_pull_min_tokens: int = 0
+    keeps_turns: bool = False
     decode_only_fallback: bool = True
     queue_limit: int = 1024
     objectives: ModelObjectives = DEFAULT
@@ -314,5 +315,6 @@ def make_router(settings: FleetSettings, slots: Slots) -> Router:
         settings.split_min_tokens,
         settings.stream_pull_min_tokens,
         settings.prefix_pull_min_tokens,
+        settings.keeps_turns,
         settings.objectives,
     )

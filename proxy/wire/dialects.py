@@ -18,6 +18,9 @@ VLLM_MOONCAKE = "vllm-mooncake"
 VLLM_MORIIO = "vllm-moriio"
 VLLM_NIXL = "vllm-nixl"
 
+MAX_KEEP_S = 3600.0
+"""Most seconds for which a decode server keeps a turn's KV (`keep_s` of its `kv_transfer_params`)."""
+
 KV_UNREAD = "the decode server did not read the KV"
 """How SGLang's prefill servers begin the message of a 503 for a lease that expired or was dropped."""
 

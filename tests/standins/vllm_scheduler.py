@@ -43,6 +43,7 @@ class VllmRequest:
     """Tokens in the local prefix cache, in whole blocks."""
     prompt_embeds: Any = None
     lora_request: Any = None
+    cache_salt: str | None = None
     mm_features: tuple[Any, ...] = ()
     abort_immediately: bool = False
     status: Status = Status.WAITING
@@ -68,6 +69,10 @@ class VllmRequest:
 
     def get_skip_reading_prefix_cache(self) -> bool:
         return self.skips_cache
+
+    @property
+    def all_token_ids(self) -> list[int]:
+        return list(self._all_token_ids)
 
     @property
     def groups(self) -> list[list[int]]:

@@ -17,8 +17,8 @@ from msgspec import Raw, structs
 
 from kvferry.agent.api.message.message_parser import call_id
 from kvferry.agent.api.text.tokenizer import Tokenizer
+from kvferry.agent.block_hashes import hash_blocks, hash_prompt
 from kvferry.agent.checkpoint import weights_fingerprint
-from kvferry.agent.engine.blocks import hash_blocks, hash_prompt
 from kvferry.agent.ids import AnswerId
 from kvferry.agent.vllm.connector_scheduler import prompt_hash
 from kvferry.agent.vllm.identity import adapter_of, tokenizer_of, weights_of

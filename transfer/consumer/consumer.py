@@ -31,7 +31,7 @@ from kvferry.transfer.consumer.pull import (
 )
 from kvferry.transfer.consumer.rebuild import Rebuilder
 from kvferry.transfer.control import messages as wire
-from kvferry.transfer.events import NO_FAULT, PullDone, PullFailed, PullQuiescent, PullTimes
+from kvferry.transfer.events import NO_FAULT, PrefixLent, PullDone, PullFailed, PullQuiescent, PullTimes
 from kvferry.transfer.ids import DuplicateTransfer, TransferId
 from kvferry.transfer.plane import RENEWALS, BlockRun, PlaneConfig, RemotePrompt, is_sampled
 from kvferry.transfer.ranks.aggregate import Outcome
@@ -98,7 +98,7 @@ class Consumer:
         self,
         config: PlaneConfig,
         ranks: RankGroup,
-        emit: Callable[[PullDone | PullFailed | PullQuiescent], None],
+        emit: Callable[[PrefixLent | PullDone | PullFailed | PullQuiescent], None],
     ) -> None:
         self._config = config
         self._ranks = ranks
@@ -201,6 +201,15 @@ class Consumer:
         self._schedule_renewal()
         block_size = self._config.geometry.block_size
         self._perform(entry, entry.pull.start_prefix(time.monotonic(), block_ids, hashes, block_size))
+
+    def ask_prefix(
+        self, transfer_id: TransferId, remote: RemotePrompt, hashes: Sequence[bytes], timeout_s: float
+    ) -> None:
+        entry = self._add(transfer_id, remote, timeout_s)
+        entry.of_prefix = True
+        self.prefix_pulls += 1
+        self._schedule_renewal()
+        self._perform(entry, entry.pull.ask_prefix(hashes, self._config.geometry.block_size))
 
     def cancel(self, transfer_id: TransferId) -> None:
         entry = self._entries.get(transfer_id)
@@ -411,8 +420,11 @@ class Consumer:
         self._perform(entry, entry.pull.cleared())
 
     def _report(self, entry: _PullEntry, effect: Emit) -> None:
-        """Count the end of a pull and pass it to the scheduler."""
+        """Pass an event to the scheduler, and count the end of a pull."""
         event = effect.event
+        if isinstance(event, PrefixLent):
+            self._emit(event)
+            return
         if isinstance(event, PullDone) and entry.of_prefix:
             self.prefix_pull_bytes += event.nbytes
         elif isinstance(event, PullDone):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from kvferry.common.state_machine import transition, transitions
 from kvferry.transfer.control.messages import Grant, Groups
-from kvferry.transfer.events import PullDone, PullFailed, PullQuiescent, RankRead
+from kvferry.transfer.events import PrefixLent, PullDone, PullFailed, PullQuiescent, RankRead
 from kvferry.transfer.ids import TransferId
 from kvferry.transfer.plane import BlockRun, one_group
 from kvferry.transfer.ranks.aggregate import Outcome
@@ -47,7 +47,7 @@ PULL_TRANSITIONS = transitions(
     {
         PullState.HELD: {PullState.CONNECTING, PullState.FAILED},
         PullState.CONNECTING: {PullState.ASKING, PullState.OPENING, PullState.FAILED},
-        PullState.ASKING: {PullState.OPENING, PullState.DONE, PullState.FAILED},
+        PullState.ASKING: {PullState.HELD, PullState.OPENING, PullState.DONE, PullState.FAILED},
         PullState.OPENING: {
             PullState.READING,
             PullState.VERIFYING,
@@ -130,7 +130,7 @@ class SendDrop:
 class Emit:
     """Effect: pass an event to the scheduler."""
 
-    event: PullDone | PullFailed | PullQuiescent
+    event: PrefixLent | PullDone | PullFailed | PullQuiescent
 
 
 Effect = (
@@ -239,6 +239,15 @@ class Pull:
         self._block_size = block_size
         return self.start(now, one_group(block_ids), None)
 
+    def ask_prefix(self, hashes: Sequence[bytes], block_size: int) -> list[Effect]:
+        """Ask for a lease over the first of the blocks with these hashes, as many as the peer has. It is held
+        until `start`.
+        """
+        self._transition(PullState.CONNECTING)
+        self._hashes = tuple(hashes)
+        self._block_size = block_size
+        return [EnsureLink()]
+
     def connected(self, backend: str) -> list[Effect]:
         """The link to the producer is ready."""
         if self.state is not PullState.CONNECTING:
@@ -256,6 +265,8 @@ class Pull:
             return []
         if num_blocks > len(self._hashes):
             return self.fail("mismatch", f"{num_blocks} blocks, {len(self._hashes)} asked for")
+        if not self._runs:
+            return self._held(num_blocks)
         self._runs = one_group(self._runs[0].ids[:num_blocks])
         if not num_blocks:
             self._transition(PullState.DONE)
@@ -264,6 +275,13 @@ class Pull:
         self._ids_hash = self._hashes[num_blocks - 1].hex()
         self._transition(PullState.OPENING)
         return [SendOpen(self._known)]
+
+    def _held(self, num_blocks: int) -> list[Effect]:
+        """It was only asked what there is."""
+        self._num_tokens = num_blocks * self._block_size
+        self._hashes = ()
+        self._transition(PullState.HELD if num_blocks else PullState.DONE)
+        return [Emit(PrefixLent(transfer_id=self.transfer_id, num_blocks=num_blocks))]
 
     def opened(self, now: float, grant: Grant) -> list[Effect]:
         """The producer named more blocks."""

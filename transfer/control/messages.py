@@ -184,7 +184,7 @@ class Gone(_Frame, frozen=True, tag="gone"):
 class Lend(_Frame, frozen=True, tag="lend"):
     """Ask for a lease over blocks of the producer's prefix cache: those with the first of these hashes.
 
-    A hash stands for all of the prompt up to the block's end (`agent.engine.blocks.hash_blocks`). The lease
+    A hash stands for all of the prompt up to the block's end (`agent.block_hashes.hash_blocks`). The lease
     is the consumer's from the start, and lasts `limit_s` at most.
     """
 

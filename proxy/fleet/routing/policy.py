@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from heapq import nlargest
 from typing import Literal
 
@@ -21,7 +21,7 @@ from kvferry.proxy.fleet.routing.candidates import Candidates, Listed
 from kvferry.proxy.fleet.routing.costs import UNKNOWN, Cost, RouteCosts, add
 from kvferry.proxy.fleet.routing.routing_request import CHUNK_TOKENS, PrefixLender, RoutingRequest
 from kvferry.proxy.fleet.snapshot import Node
-from kvferry.proxy.wire.dialects import NATIVE_DIALECT, serves_alone
+from kvferry.proxy.wire.dialects import serves_alone
 from kvferry.proxy.wire.registration import Incarnation, Register
 
 PolicyName = Literal["least_work", "round_robin", "prefix_aware", "session"]
@@ -220,15 +220,17 @@ class PrefixLenders:
 
     Args:
         min_tokens: Beginnings of fewer tokens (an estimate) are not worth it; 1 at least.
+        dialects: Those whose agents lend.
     """
 
-    def __init__(self, min_tokens: int) -> None:
+    def __init__(self, min_tokens: int, dialects: Collection[str]) -> None:
         self._min_tokens = min_tokens
+        self._dialects = frozenset(dialects)
         self._index = PrefixIndex()
 
     def note(self, decode: Node, request: RoutingRequest) -> None:
         """Record that the agent decodes the request."""
-        if self._is_long(request) and decode.info.dialect == NATIVE_DIALECT:
+        if self._is_long(request) and decode.info.dialect in self._dialects:
             self._index.remember(request.chunks, decode.incarnation)
 
     def best(self, partners: Candidates, prefill: Node, request: RoutingRequest) -> PrefixLender | None:

@@ -32,6 +32,7 @@ from kvferry.proxy.fleet.routing.policy import (
 from kvferry.proxy.fleet.routing.routing_request import NO_AGENTS, Pair, RoutingRequest
 from kvferry.proxy.fleet.snapshot import Node, NodeState, NoPair, Prediction, Snapshot
 from kvferry.proxy.objectives import DEFAULT, ModelObjectives
+from kvferry.proxy.wire.dialects import NATIVE_DIALECT, VLLM_KVFERRY
 from kvferry.proxy.wire.registration import Incarnation
 
 
@@ -84,6 +85,7 @@ class Router:
         stream_pull_min_tokens: A prompt of which at least this many tokens must be computed is pulled
             meanwhile; None takes those of more than one of the prefill agent's chunks, 0 takes none.
         prefix_pull_min_tokens: From how many tokens on a prompt's beginning is worth pulling; 0: never.
+        keeps_turns: vLLM servers keep what they have decoded for a while, and lend it.
         objectives: As `RouteCosts` takes them.
     """
 
@@ -95,6 +97,7 @@ class Router:
         split_min_tokens: int | None = 0,
         stream_pull_min_tokens: int | None = 0,
         prefix_pull_min_tokens: int = 0,
+        keeps_turns: bool = False,
         objectives: ModelObjectives = DEFAULT,
     ) -> None:
         slots = loads.slots
@@ -106,7 +109,10 @@ class Router:
         self._may_be_alone = split_min_tokens is None and prefill == decode == "least_work"
         self._split_min_tokens = split_min_tokens or 0
         self._stream_pull_min_tokens = stream_pull_min_tokens
-        self._prefix_lenders = PrefixLenders(prefix_pull_min_tokens) if prefix_pull_min_tokens > 0 else None
+        lend = (NATIVE_DIALECT, VLLM_KVFERRY) if keeps_turns else (NATIVE_DIALECT,)
+        self._prefix_lenders = (
+            PrefixLenders(prefix_pull_min_tokens, lend) if prefix_pull_min_tokens > 0 else None
+        )
         self._index = CandidateIndex(loads)
 
     def choose(

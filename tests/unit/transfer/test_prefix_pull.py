@@ -8,7 +8,8 @@ import asyncio
 import msgspec
 import pytest
 
-from kvferry.transfer.events import LeaseEnded, LoanRequested, PullDone, PullFailed
+from kvferry.agent.plugin.kept_prompts import KeptPrompts
+from kvferry.transfer.events import LeaseEnded, LoanRequested, PrefixLent, PullDone, PullFailed
 from kvferry.transfer.ids import new_transfer_id
 from kvferry.transfer.plane import one_group
 from tests.unit.transfer.rig import GEOMETRY, Agent, assert_same_kv
@@ -170,3 +171,95 @@ async def test_what_was_not_asked_for_is_not_lent() -> None:
     async with Agent(seed=1, lends_prefixes=True) as decode:
         assert not decode.plane.grant_prefix(new_transfer_id(), CACHED, 12, "hash")
         assert decode.plane.stats().leased == 0
+
+
+@pytest.mark.parametrize("transfer", BACKENDS)
+async def test_what_was_asked_for_is_held_until_there_is_room_and_then_pulled(transfer: str) -> None:
+    async with (
+        Agent(seed=1, lease_s=0.5, lends_prefixes=True, transfer=transfer) as decode,
+        Agent(seed=2, lease_s=0.5, transfer=transfer) as prefill,
+    ):
+        transfer_id = new_transfer_id()
+        prefill.plane.ask_prefix(transfer_id, decode.remote(16), HASHES, 10.0)
+        await answer(decode, CACHED)
+        assert (await prefill.event(PrefixLent)).num_blocks == 3
+        await asyncio.sleep(1.0)  # twice its lease: it is renewed
+        prefill.plane.pull(transfer_id, decode.remote(12), one_group(OURS[:3]), 10.0, HASHES[2].hex())
+        assert (await prefill.event(PullDone)).num_blocks == 3
+        assert (await decode.event(LeaseEnded)).cause == "released"
+        assert_same_kv(decode, CACHED, prefill, OURS[:3])
+        borrower = prefill.plane.stats()
+        assert (borrower.prefix_pulls, borrower.pulls, borrower.prefix_pull_failures) == (1, 0, {})
+
+
+async def test_what_is_lent_and_not_pulled_is_given_back() -> None:
+    """Given up by name, or by the limit of the question."""
+    async with Agent(seed=1, lends_prefixes=True) as decode, Agent(seed=2) as prefill:
+        for limit_s in (10.0, 0.5):
+            transfer_id = new_transfer_id()
+            prefill.plane.ask_prefix(transfer_id, decode.remote(16), HASHES, limit_s)
+            await answer(decode, CACHED)
+            await prefill.event(PrefixLent)
+            if limit_s == 10.0:
+                prefill.plane.cancel(transfer_id)
+            assert (await decode.event(LeaseEnded)).cause in ("dropped", "expired")
+        prefill.plane.pull(transfer_id, decode.remote(12), one_group(OURS[:3]), 10.0, HASHES[2].hex())
+        assert (await prefill.event(PullFailed)).reason.startswith("lease_"), "it came too late"
+        assert prefill.plane.stats().quarantined == 0
+
+
+async def test_who_asks_a_peer_that_has_nothing_or_does_not_answer_learns_it() -> None:
+    async with Agent(seed=1, lends_prefixes=True) as decode, Agent(seed=2) as prefill:
+        prefill.plane.ask_prefix(new_transfer_id(), decode.remote(16), HASHES, 10.0)
+        await answer(decode, [])
+        assert (await prefill.event(PrefixLent)).num_blocks == 0
+        prefill.plane.ask_prefix(new_transfer_id(), decode.remote(16), HASHES, 0.3)
+        failed = await prefill.event(PullFailed)
+        assert (failed.reason, failed.quiescent) == ("deadline", True)
+
+
+async def test_kept_prompts_lend_the_longest_beginning_and_end_when_nobody_reads() -> None:
+    ended: list[str] = []
+    async with Agent(seed=1, lends_prefixes=True) as decode, Agent(seed=2) as prefill:
+        kept = KeptPrompts(decode.plane, GEOMETRY.block_size, ended.append)
+        kept.keep("short", [1], HASHES[:1], 3600.0)
+        kept.keep("long", CACHED, HASHES[:3], 3600.0)
+        kept.keep("other", [5, 6], [HASHES[0], b"another"], 3600.0)
+        transfer_id = new_transfer_id()
+        # Its first block is there already.
+        prefill.plane.ask_prefix(transfer_id, decode.remote(12), HASHES[1:], 10.0)
+        kept.requested(await decode.event(LoanRequested))
+        assert (await prefill.event(PrefixLent)).num_blocks == 2
+        for key in ("long", "short", "short"):
+            kept.end(key)
+        assert ended == ["short"], "one is being read"
+        late = new_transfer_id()
+        prefill.plane.ask_prefix(late, decode.remote(12), HASHES[1:], 10.0)
+        kept.requested(await decode.event(LoanRequested))
+        assert (await prefill.event(PrefixLent)).num_blocks == 0, "it is lent to nobody else"
+        prefill.plane.pull(transfer_id, decode.remote(8), one_group(OURS[:2]), 10.0, HASHES[2].hex())
+        await prefill.event(PullDone)
+        assert_same_kv(decode, CACHED[1:], prefill, OURS[:2])
+        assert kept.lease_ended(await decode.event(LeaseEnded)) and ended == ["short", "long"]
+        assert not kept.lease_ended(LeaseEnded(transfer_id="not a loan", cause="released"))
+
+
+async def test_kept_prompts_that_are_dropped_are_not_proven_right() -> None:
+    ended: list[str] = []
+    async with (
+        Agent(seed=1, lends_prefixes=True, tcp_fault="delay:seconds=1") as decode,
+        Agent(seed=2) as prefill,
+    ):
+        kept = KeptPrompts(decode.plane, GEOMETRY.block_size, ended.append)
+        kept.keep("a", CACHED, HASHES[:3], 3600.0)
+        kept.keep("b", [1], [b"another"], 0.2)
+        transfer_id = new_transfer_id()
+        prefill.plane.ask_prefix(transfer_id, decode.remote(16), HASHES, 10.0)
+        kept.requested(await decode.event(LoanRequested))
+        await prefill.event(PrefixLent)
+        prefill.plane.pull(transfer_id, decode.remote(12), one_group(OURS[:3]), 10.0, HASHES[2].hex())
+        await asyncio.sleep(0.3)
+        kept.drop(["a"])
+        kept.lease_ended(await decode.event(LeaseEnded))
+        assert ended == ["b", "a"], "b by its time"
+        assert (await prefill.event(PullFailed)).reason in ("invalid", "lease_dropped", "lease_gone")

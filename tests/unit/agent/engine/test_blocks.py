@@ -3,13 +3,12 @@ from __future__ import annotations
 
 import pytest
 
+from kvferry.agent.block_hashes import hash_blocks, hash_prompt
 from kvferry.agent.engine.blocks import (
     BlockAllocator,
     BlockCounts,
     IntegrityError,
     OutOfBlocks,
-    hash_blocks,
-    hash_prompt,
 )
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvferry.agent.engine.blocks import hash_blocks
-from kvferry.agent.engine.prefix_lenders import MAX_PAUSE_S, PAUSE_S
+from kvferry.agent.block_hashes import hash_blocks
+from kvferry.agent.lender import MAX_PAUSE_S, PAUSE_S
 from kvferry.agent.messages.requests import Output, PrefixSource, RequestFailed, Submit
 from kvferry.transfer.plane import MAX_LOAN_S, one_group
 from tests.standins.connector import StandInPrefixPull

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -48,6 +49,10 @@ class StandInPlane:
         self.pulls: dict[str, tuple[list[BlockRun], str]] = {}
         self.cancelled: list[str] = []
         self.dropped: list[str] = []
+        self.asked: dict[str, tuple[RemotePrompt, list[bytes]]] = {}
+        self.kept: dict[str, tuple[list[int], list[bytes], float]] = {}
+        self.ended: list[str] = []
+        self.dropped_kept: list[str] = []
         self.events: list[Event] = []
 
     def register_lease(
@@ -69,12 +74,27 @@ class StandInPlane:
         timeout_s: float,
         ids_hash: str,
     ) -> None:
-        assert transfer_id in self.held
+        assert transfer_id in self.held or transfer_id in self.asked
         assert not any(0 in run.ids for run in runs), "0 is vLLM's null block"
         self.pulls[transfer_id] = list(runs), ids_hash
 
     def cancel(self, transfer_id: str) -> None:
         self.cancelled.append(transfer_id)
+
+    def ask_prefix(
+        self, transfer_id: str, remote: RemotePrompt, hashes: Sequence[bytes], timeout_s: float
+    ) -> None:
+        self.asked[transfer_id] = remote, list(hashes)
+
+    def keep(self, key: str, blocks: Sequence[int], hashes: Sequence[bytes], limit_s: float) -> None:
+        assert len(blocks) == len(hashes) and 0 not in blocks
+        self.kept[key] = list(blocks), list(hashes), limit_s
+
+    def end_kept(self, key: str) -> None:
+        self.ended.append(key)
+
+    def drop_kept(self, keys: Sequence[str]) -> None:
+        self.dropped_kept += keys
 
     def take_events(self) -> list[Event]:
         events, self.events = self.events, []
@@ -85,7 +105,12 @@ class Engine:
     """One server."""
 
     def __init__(
-        self, *specs: Any, fails: bool = False, role: str = "both", continuable: bool = True
+        self,
+        *specs: Any,
+        fails: bool = False,
+        role: str = "both",
+        continuable: bool = True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         specs = specs or (FullAttentionSpec(BLOCK),)
         self.plane = StandInPlane()
@@ -104,6 +129,7 @@ class Engine:
             max_running=8,
             num_blocks=BLOCKS,
             free_blocks=lambda: len(self.vllm.free),
+            clock=clock,
         )
         self.vllm = VllmScheduler(self.scheduler, BLOCKS, *specs, fails=fails)
 
@@ -122,6 +148,7 @@ class Engine:
     def check_all_free(self) -> None:
         self.vllm.check_integrity()
         assert not self.vllm.requests and len(self.vllm.free) == BLOCKS - 1
+        assert not self.scheduler._beginnings and not self.scheduler._kept.num_blocks
         assert not self.scheduler._fetches and not self.scheduler._lent and not self.scheduler._tasks
         assert self.scheduler.requests == self.scheduler.leased_blocks == 0
 

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns of conversations whose KV a decode server keeps, and lends to the prefill server of the next turn.
+
+vLLM does not free a request's blocks while they are kept. So they are at most `_MOST` of all, and the oldest
+go first when vLLM has few free ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from kvferry.agent.block_hashes import hash_blocks
+from kvferry.agent.vllm.identity import adapter_of
+
+_MOST = 0.25
+_FEW_FREE = 0.1
+"""Of all blocks."""
+
+
+class Keeper(Protocol):
+    """Of the plane (`PlaneThread`)."""
+
+    def keep(self, key: str, blocks: Sequence[int], hashes: Sequence[bytes], limit_s: float) -> None: ...
+
+    def end_kept(self, key: str) -> None: ...
+
+    def drop_kept(self, keys: Sequence[str]) -> None: ...
+
+
+class KeptTurns:
+    """Called by the scheduler's thread.
+
+    Args:
+        block_size: Tokens of a block; None: nothing is kept, since not all layers keep all tokens.
+        free_blocks: How many of `num_blocks` are free.
+    """
+
+    def __init__(
+        self, plane: Keeper, block_size: int | None, num_blocks: int, free_blocks: Callable[[], int]
+    ) -> None:
+        self._plane = plane
+        self._block_size = block_size
+        self._num_blocks = num_blocks
+        self._free_blocks = free_blocks
+        self._kept: dict[str, tuple[int, ...]] = {}
+        """All blocks by request, the oldest first, until the plane says that it has ended."""
+        self._ending: set[str] = set()
+
+    def keep(self, request: Any, blocks: Sequence[int], keep_s: float) -> tuple[int, ...]:
+        """Keep what a request that ends has computed, and return the blocks that vLLM must not free until
+        `ended`: none where it cannot be kept.
+        """
+        if self._block_size is None or not keep_s or not has_plain_ids(request):
+            return ()
+        # The last token has no KV, and vLLM may have scheduled steps that it does not need any more.
+        computed = min(request.num_computed_tokens, len(request.all_token_ids) - 1)
+        count, most = computed // self._block_size, int(_MOST * self._num_blocks)
+        if not 0 < count <= len(blocks) <= most:
+            return ()
+        self._end_oldest(lambda: self.num_blocks + len(blocks) > most)
+        hashes = prefix_hashes(request, request.all_token_ids[: count * self._block_size], self._block_size)
+        self._kept[request.request_id] = tuple(blocks)
+        self._plane.keep(request.request_id, blocks[:count], hashes, keep_s)
+        return self._kept[request.request_id]
+
+    @property
+    def num_blocks(self) -> int:
+        """Those that are kept and not about to be freed; one that two turns share counts twice."""
+        return sum(len(blocks) for key, blocks in self._kept.items() if key not in self._ending)
+
+    def make_room(self) -> None:
+        """Free the oldest if vLLM has few free blocks."""
+        if self._kept and not self._ending and self._free_blocks() < _FEW_FREE * self._num_blocks:
+            ends = iter((True, False))
+            self._end_oldest(lambda: next(ends))
+
+    def ended(self, key: str) -> tuple[int, ...]:
+        """Return the blocks that may be freed."""
+        self._ending.discard(key)
+        return self._kept.pop(key)
+
+    def drop(self) -> None:
+        """End all of them at once: the weights may have changed."""
+        self._ending.update(self._kept)
+        self._plane.drop_kept(list(self._kept))
+
+    def _end_oldest(self, goes_on: Callable[[], bool]) -> None:
+        for key in list(self._kept):
+            if key not in self._ending and goes_on():
+                self._ending.add(key)
+                self._plane.end_kept(key)
+
+
+def prefix_hashes(request: Any, ids: Sequence[int], block_size: int) -> list[bytes]:
+    """A hash of each full block of these first tokens of a request, of all that its KV depends on but for the
+    weights: the tokens up to its end, the adapter and the salt.
+    """
+    lora = getattr(request, "lora_request", None)
+    adapter = "" if lora is None else adapter_of(lora.lora_name, lora.lora_path)
+    salt = getattr(request, "cache_salt", None) or ""
+    return list(hash_blocks(ids, block_size, salt=f"{len(adapter)} {adapter} {salt}"))
+
+
+def has_plain_ids(request: Any) -> bool:
+    """Whether ids are all of the prompt: those of an image's place say nothing of the image."""
+    has_ids = bool(request.prompt_token_ids) and getattr(request, "prompt_embeds", None) is None
+    return has_ids and not getattr(request, "mm_features", None)
