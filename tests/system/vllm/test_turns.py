@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversations: a prefill server pulls what a decode server has kept of earlier turns, and computes the rest."""
+"""Conversations: a prefill server pulls what a decode server has kept of earlier turns."""
 
 from __future__ import annotations
 

@@ -38,6 +38,7 @@ def test_the_flags_are_these() -> None:
         "decode_only_fallback",
         "stream_pull_min_tokens",
         "prefix_pull_min_tokens",
+        "keep_turns_s",
         "canary_interval_s",
         "canary_max_share",
         "prefill_limit",

@@ -469,6 +469,25 @@ async def test_all_choices_of_a_prompt_come_from_one_transfer(fleet: Fleet) -> N
 
 
 @only("vllm-kvferry")
+@pytest.mark.parametrize("stage", [{"keep_turns_s": 7.0, "prefix_pull_min_tokens": 64}], indirect=True)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_turn_is_kept_and_the_next_prefill_is_told_where(fleet: Fleet, stream: bool) -> None:
+    prefill, decode = await fleet.pair()
+    turn = {**BODY, "prompt": " ".join(f"word{index}" for index in range(100)), "stream": stream}
+    for _ in range(2):
+        async with fleet.stage.post(turn) as response:
+            assert response.status == 200
+            await response.read()
+    assert [each.body["kv_transfer_params"]["keep_s"] for each in decode.asked] == [7.0, 7.0]
+    first, second = [each.body["kv_transfer_params"] for each in prefill.asked]
+    assert "prefix_source" not in first
+    assert second["prefix_source"] == {
+        "remote_engine_id": decode.incarnation, "remote_host": "127.0.0.1", "remote_port": decode.port,
+        "remote_tp_size": 1, "remote_dp_rank": 0, "min_tokens": 64,
+    }  # fmt: skip
+
+
+@only("vllm-kvferry")
 async def test_kv_that_no_decode_server_will_read_is_dropped(fleet: Fleet) -> None:
     """A decode leg that fails, or whose client leaves, before it has been answered; never one that was."""
     prefill, decode = await fleet.pair()

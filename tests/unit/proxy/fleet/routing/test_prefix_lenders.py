@@ -10,9 +10,11 @@ import pytest
 from kvferry.proxy.fleet.routing.candidates import Loads, Slots
 from kvferry.proxy.fleet.routing.routing_request import CHUNK_TOKENS, Pair, RoutingRequest
 from kvferry.proxy.fleet.snapshot import Snapshot
+from kvferry.proxy.wire.registration import Role
 from tests.unit.proxy.builders import AppliedRouter, registration, snapshot
 
 MIN_TOKENS = 2 * CHUNK_TOKENS
+PAIR: tuple[tuple[Role, int], ...] = (("prefill", 100), ("decode", 200))
 TURN = list(range(1000, 1000 + 3 * CHUNK_TOKENS))
 
 
@@ -47,6 +49,19 @@ def test_the_agent_that_decoded_the_turn_before_is_named() -> None:
     assert second.decode.incarnation != first.decode.incarnation
     assert lender(second) == first.decode.incarnation
     assert second.prefix_lender is not None and second.prefix_lender.min_tokens == MIN_TOKENS
+
+
+@pytest.mark.parametrize("keeps_turns", [True, False])
+def test_servers_of_vllm_are_named_where_they_keep_turns(keeps_turns: bool) -> None:
+    loads = Loads(Slots(), {"prefill": None, "decode": None})
+    router = AppliedRouter(
+        "round_robin", "round_robin", loads, prefix_pull_min_tokens=MIN_TOKENS, keeps_turns=keeps_turns
+    )
+    agents = snapshot(*(registration(role, port, dialect="vllm-kvferry") for role, port in PAIR))
+    first = choose(router, agents)
+    assert lender(choose(router, agents, [*TURN, *TURN])) == (
+        first.decode.incarnation if keeps_turns else None
+    )
 
 
 def test_the_longest_beginning_counts() -> None:
