@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -155,6 +156,9 @@ class _Fetch:
     """Of a prompt's beginning: those of the blocks that are asked for, and once some are lent, of these."""
     first_block: int = 0
     """The position of the first of them."""
+    lender: Lender = field(default_factory=Lender)
+    pull_by: float = math.inf
+    """By the scheduler's clock: what is lent later than that may not be read in time."""
 
     def transition(self, to: FetchState) -> None:
         self.state = transition(f"fetch {self.transfer_id}", FETCH_TRANSITIONS, self.state, to)
@@ -176,6 +180,7 @@ class KvferryConnectorScheduler:
         groups: vLLM's KV-cache groups.
         lends, fetches: Whether the server's role has it lend prompts, or fetch them.
         continuable: Whether answers to prompts of text can go on from token ids alone.
+        shares_beginnings: Whether the KV of a prompt's beginning is the same whatever follows.
         lease_limit_s: When a lease ends however often it is renewed.
         pull_timeout_s: Deadline of a pull, from when there is room for it.
         hold_timeout_s: How long a lease is renewed for a request that waits for room.
@@ -196,6 +201,7 @@ class KvferryConnectorScheduler:
         lends: bool,
         fetches: bool,
         continuable: bool,
+        shares_beginnings: bool = True,
         lease_limit_s: float,
         pull_timeout_s: float,
         hold_timeout_s: float,
@@ -217,8 +223,9 @@ class KvferryConnectorScheduler:
         self._lease_limit_s = lease_limit_s
         self._pull_timeout_s = pull_timeout_s
         self._hold_timeout_s = hold_timeout_s
-        self._block_size = groups[0].block_size if len(self._groups) == 1 and self._keeps_all else None
-        """Of the only group, where beginnings of prompts can be pulled; else None."""
+        shares = shares_beginnings and len(self._groups) == 1 and self._keeps_all
+        self._block_size = groups[0].block_size if shares else None
+        """Of the only group, where beginnings of prompts can be lent and pulled; else None."""
         self._clock = clock
         self._kept = KeptTurns(plane, self._block_size, num_blocks, free_blocks)
         self._beginnings: dict[str, _Fetch] = {}
@@ -247,7 +254,7 @@ class KvferryConnectorScheduler:
         self._meter = StepMeter(
             max_running,
             num_blocks,
-            lambda: max(0, num_blocks - free_blocks() - self.leased_blocks),
+            lambda: max(0, num_blocks - free_blocks() - self.leased_blocks - self._kept.num_blocks),
             clock,
             self._counts.prompt,
         )
@@ -336,7 +343,7 @@ class KvferryConnectorScheduler:
         if fetch.hashes and self._block_size:
             # vLLM may have found or lost blocks in its prefix cache since it was asked.
             is_next = fetch.first_block * self._block_size == num_computed
-            missing = fetch.source.num_tokens if is_next else 0
+            missing = fetch.source.num_tokens if is_next and self._clock() < fetch.pull_by else 0
         else:
             missing = fetch.source.num_tokens - num_computed
         if missing > 0 and self._is_loadable(request, fetch):
@@ -369,7 +376,8 @@ class KvferryConnectorScheduler:
         hashes = prefix_hashes(request, ids, self._block_size)[first:][:MAX_LOAN_BLOCKS]
         name, owner = new_transfer_id(), request.request_id
         fetch = _Fetch(name, source.prompt(0), owner, {owner}, FetchState.ASKING)
-        fetch.hashes, fetch.first_block = tuple(hashes), first
+        fetch.hashes, fetch.first_block, fetch.lender = tuple(hashes), first, lender
+        fetch.pull_by = self._clock() + MAX_LOAN_S / 2
         self._fetches[name] = self._beginnings[owner] = fetch
         lender.num_asking += 1
         self._plane.ask_prefix(name, source.prompt(len(hashes) * self._block_size), hashes, MAX_LOAN_S)
@@ -464,9 +472,7 @@ class KvferryConnectorScheduler:
         if isinstance(task, FetchPrompt):
             self._leave(request.request_id, self._fetches[task.transfer_id])
             if request.status.name in _COMPUTED and len(block_ids) == 1:
-                kept = self._kept.keep(request, block_ids[0], task.keep_s)
-                self._leases_of.update(kept)
-                return bool(kept), None
+                return self._kept.keep(request, block_ids[0], task.keep_s), None
         beginning = self._beginnings.pop(request.request_id, None)
         if beginning is not None:
             self._leave(request.request_id, beginning)
@@ -530,7 +536,7 @@ class KvferryConnectorScheduler:
                 self._plane.cancel(fetch.transfer_id)
             elif fetch.state in (FetchState.ASKING, FetchState.HELD):
                 if fetch.state is FetchState.ASKING:
-                    self._lenders[fetch.source.engine_id].num_asking -= 1
+                    fetch.lender.num_asking -= 1
                 self._plane.cancel(fetch.transfer_id)
                 fetch.transition(FetchState.OVER)
             elif fetch.state is FetchState.REPORTED:
@@ -552,7 +558,7 @@ class KvferryConnectorScheduler:
             case LeaseEnded() | LeaseRefused():
                 self._lease_ended(event)
             case KeptEnded():
-                self._free(self._kept.ended(event.key))
+                self._kept.ended(event.key)
                 self._metadata.sent.add(event.key)
             case PrefixLent():
                 self._prefix_lent(event)
@@ -581,22 +587,18 @@ class KvferryConnectorScheduler:
         self._figures[f"leases_ended:{cause}"] += 1
         self._leases_expired += cause == "expired"
         lent = self._lent.pop(event.transfer_id)
-        self._free(lent.blocks)
-        self._metadata.sent.add(lent.request)
-
-    def _free(self, blocks: Sequence[int]) -> None:
-        for block in blocks:
+        for block in lent.blocks:
             self._leases_of[block] -= 1
             if not self._leases_of[block]:
                 del self._leases_of[block]
+        self._metadata.sent.add(lent.request)
 
     def _prefix_lent(self, event: PrefixLent) -> None:
         fetch = self._fetches.get(event.transfer_id)
         if fetch is None or self._block_size is None:
             return
-        lender = self._lenders[fetch.source.engine_id]
-        lender.num_asking -= 1
-        lender.answered()
+        fetch.lender.num_asking -= 1
+        fetch.lender.answered()
         if not event.num_blocks:
             fetch.transition(FetchState.OVER)
             return
@@ -617,12 +619,11 @@ class KvferryConnectorScheduler:
 
     def _beginning_failed(self, fetch: _Fetch, event: PullFailed) -> None:
         """The prompt is computed from its beginning, and the server is not asked again for a while."""
-        lender = self._lenders[fetch.source.engine_id]
         if event.reason not in NO_FAULT:
             self._figures[f"failed_prefix_pulls:{event.reason}"] += 1
-            lender.failed(self._clock())
+            fetch.lender.failed(self._clock())
         if fetch.state is FetchState.ASKING:
-            lender.num_asking -= 1
+            fetch.lender.num_asking -= 1
             fetch.transition(FetchState.OVER)
         elif fetch.state is FetchState.PULLING:
             fetch.failure = event.reason

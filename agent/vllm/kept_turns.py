@@ -43,31 +43,31 @@ class KeptTurns:
         self._block_size = block_size
         self._num_blocks = num_blocks
         self._free_blocks = free_blocks
-        self._kept: dict[str, tuple[int, ...]] = {}
-        """All blocks by request, the oldest first, until the plane says that it has ended."""
+        self._kept: dict[str, int] = {}
+        """How many blocks each request has, the oldest first, until the plane says that it has ended."""
         self._ending: set[str] = set()
 
-    def keep(self, request: Any, blocks: Sequence[int], keep_s: float) -> tuple[int, ...]:
-        """Keep what a request that ends has computed, and return the blocks that vLLM must not free until
-        `ended`: none where it cannot be kept.
+    def keep(self, request: Any, blocks: Sequence[int], keep_s: float) -> bool:
+        """Keep what a request that ends has computed. False where it cannot be kept; else vLLM must not free
+        its blocks until `ended`.
         """
         if self._block_size is None or not keep_s or not has_plain_ids(request):
-            return ()
+            return False
         # The last token has no KV, and vLLM may have scheduled steps that it does not need any more.
         computed = min(request.num_computed_tokens, len(request.all_token_ids) - 1)
         count, most = computed // self._block_size, int(_MOST * self._num_blocks)
         if not 0 < count <= len(blocks) <= most:
-            return ()
+            return False
         self._end_oldest(lambda: self.num_blocks + len(blocks) > most)
         hashes = prefix_hashes(request, request.all_token_ids[: count * self._block_size], self._block_size)
-        self._kept[request.request_id] = tuple(blocks)
+        self._kept[request.request_id] = len(blocks)
         self._plane.keep(request.request_id, blocks[:count], hashes, keep_s)
-        return self._kept[request.request_id]
+        return True
 
     @property
     def num_blocks(self) -> int:
         """Those that are kept and not about to be freed; one that two turns share counts twice."""
-        return sum(len(blocks) for key, blocks in self._kept.items() if key not in self._ending)
+        return sum(blocks for key, blocks in self._kept.items() if key not in self._ending)
 
     def make_room(self) -> None:
         """Free the oldest if vLLM has few free blocks."""
@@ -75,10 +75,10 @@ class KeptTurns:
             ends = iter((True, False))
             self._end_oldest(lambda: next(ends))
 
-    def ended(self, key: str) -> tuple[int, ...]:
-        """Return the blocks that may be freed."""
+    def ended(self, key: str) -> None:
+        """Note that the blocks of a request may be freed."""
         self._ending.discard(key)
-        return self._kept.pop(key)
+        del self._kept[key]
 
     def drop(self) -> None:
         """End all of them at once: the weights may have changed."""

@@ -103,6 +103,8 @@ def start_connector_scheduler(
         lends=role != "decode",
         fetches=role != "prefill",
         continuable=is_continuable(config),
+        # A draft's KV of a token may depend on the next one.
+        shares_beginnings=config.speculative_config is None,
         lease_limit_s=settings.hold_timeout_s + settings.pull_timeout_s,
         pull_timeout_s=settings.pull_timeout_s,
         hold_timeout_s=settings.hold_timeout_s,

@@ -163,7 +163,7 @@ async def vllm_server(
             **os.environ,
             **ENVIRONMENT,
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel),
-            "PYTHONPATH": str(ROOT),  # for connectors of tests
+            "PYTHONPATH": f"{ROOT}/build/typing:{ROOT}",  # for connectors of tests
         },
         f"{url}/health",
         log,

@@ -12,7 +12,7 @@ from kvferry.agent.lender import PAUSE_S
 from kvferry.agent.plugin.kept_prompts import KeptEnded
 from kvferry.agent.vllm.kept_turns import prefix_hashes
 from kvferry.transfer.events import LeaseEnded, PrefixLent, PullFailed, PullQuiescent
-from kvferry.transfer.plane import one_group
+from kvferry.transfer.plane import MAX_LOAN_S, one_group
 from tests.standins.vllm_scheduler import Status, VllmRequest, prompt
 from tests.standins.vllm_specs import FullAttentionSpec, SlidingWindowSpec
 from tests.unit.agent.vllm.test_connector_scheduler import (
@@ -168,6 +168,16 @@ def test_a_cache_that_has_changed_meanwhile_is_not_filled_with_other_blocks() ->
     end(engine, request)
 
 
+def test_what_was_lent_too_long_ago_is_not_pulled_any_more() -> None:
+    now = 0.0
+    engine = Engine(clock=lambda: now)
+    request = begin(engine)
+    now = MAX_LOAN_S / 2
+    transfer_id = lend(engine, 2)
+    assert engine.plane.cancelled == [transfer_id] and not engine.plane.pulls
+    end(engine, request)
+
+
 def test_a_model_with_windows_neither_keeps_nor_asks() -> None:
     engine = Engine(FullAttentionSpec(BLOCK), SlidingWindowSpec(BLOCK, 8))
     begin(engine)
@@ -199,7 +209,9 @@ def test_a_turn_is_kept_without_its_last_token_until_the_plane_gives_it_up() -> 
     assert (blocks, limit_s) == (request.blocks[:3], 9.0), "12 of 13 tokens have KV"
     assert hashes == prefix_hashes(request, [*prompt(10), 91, 92], BLOCK)
     engine.vllm.step()
-    assert request.is_delayed and request.blocks and engine.scheduler.leased_blocks == len(request.blocks)
+    assert request.is_delayed and request.blocks and not engine.scheduler.leased_blocks, (
+        "no drain waits for it"
+    )
     engine.plane.events.append(KeptEnded(key="d"))
     engine.vllm.step()
     engine.check_all_free()
