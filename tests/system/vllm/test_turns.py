@@ -99,8 +99,9 @@ async def started(log_dir: Path, each: int = 1, **settings: Any) -> AsyncIterato
         async with asyncio.timeout(60):
             while True:
                 async with http.get(f"{proxy.url}/nodes") as response:
-                    if len((await response.json())["nodes"]) == 2 * each:
-                        break
+                    nodes = (await response.json())["nodes"]
+                if [node["state"] for node in nodes] == ["ready"] * 2 * each:
+                    break
                 await asyncio.sleep(0.2)
         yield fleet
 
