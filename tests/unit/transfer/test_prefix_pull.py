@@ -230,6 +230,9 @@ async def test_kept_prompts_lend_the_longest_beginning_and_end_when_nobody_reads
         prefill.plane.ask_prefix(transfer_id, decode.remote(12), HASHES[1:], 10.0)
         kept.requested(await decode.event(LoanRequested))
         assert (await prefill.event(PrefixLent)).num_blocks == 2
+        prefill.plane.ask_prefix(new_transfer_id(), decode.remote(12), [b"no such", HASHES[0]], 10.0)
+        kept.requested(await decode.event(LoanRequested))
+        assert (await prefill.event(PrefixLent)).num_blocks == 0, "not in the order of a prompt"
         for key in ("long", "short", "short"):
             kept.end(key)
         assert ended == ["short"], "one is being read"

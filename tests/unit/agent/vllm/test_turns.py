@@ -187,8 +187,10 @@ def test_a_model_with_windows_neither_keeps_nor_asks() -> None:
 # Keeping.
 
 
-def decoded(engine: Engine, name: str = "d", length: int = 10, keep_s: float = 9.0) -> VllmRequest:
-    """A decode leg that has ended after three tokens."""
+def decoded(
+    engine: Engine, name: str = "d", length: int = 10, keep_s: float = 9.0, ahead: int = 0
+) -> VllmRequest:
+    """A decode leg that has ended after three tokens. `ahead`: steps that vLLM has scheduled beyond them."""
     request = engine.vllm.add(
         VllmRequest(name, prompt(length), fetch_params(name, length) | {"keep_s": keep_s})
     )
@@ -197,7 +199,7 @@ def decoded(engine: Engine, name: str = "d", length: int = 10, keep_s: float = 9
     for _ in range(4):
         engine.vllm.step()
     request._all_token_ids += [91, 92, 93]
-    assert request.num_computed_tokens >= length + 2
+    request.num_computed_tokens = length + 2 + ahead
     engine.vllm.finish(request)
     return request
 
@@ -215,6 +217,12 @@ def test_a_turn_is_kept_without_its_last_token_until_the_plane_gives_it_up() -> 
     engine.plane.events.append(KeptEnded(key="d"))
     engine.vllm.step()
     engine.check_all_free()
+
+
+def test_a_token_that_was_sampled_last_has_no_kv_though_vllm_has_scheduled_it() -> None:
+    engine = Engine()
+    decoded(engine, length=9, ahead=2)
+    assert len(engine.plane.kept["d"][0]) == 2, "of 12 tokens 11 have KV"
 
 
 @pytest.mark.parametrize("keep_s", [0.0, 9.0])
@@ -236,6 +244,9 @@ def test_the_oldest_goes_when_much_is_kept() -> None:
     for name in names:
         decoded(engine, name, length=13)
     assert engine.plane.ended == ["d0"]
+    decoded(engine, "another", length=13)
+    assert engine.plane.ended == ["d0", "d1"]
+    names.append("another")
     decoded(engine, "long", length=4 * (BLOCKS // 4) + 1)
     assert "long" not in engine.plane.kept
     engine.plane.events += [KeptEnded(key=name) for name in names]
