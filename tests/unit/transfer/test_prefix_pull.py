@@ -223,6 +223,7 @@ async def test_kept_prompts_lend_the_longest_beginning_and_end_when_nobody_reads
     async with Agent(seed=1, lends_prefixes=True) as decode, Agent(seed=2) as prefill:
         kept = KeptPrompts(decode.plane, GEOMETRY.block_size, ended.append)
         kept.keep("short", [1], HASHES[:1], 3600.0)
+        kept.keep("lone", [8], [b"lone"], 3600.0)
         kept.keep("long", CACHED, HASHES[:3], 3600.0)
         kept.keep("other", [5, 6], [HASHES[0], b"another"], 3600.0)
         transfer_id = new_transfer_id()
@@ -230,7 +231,7 @@ async def test_kept_prompts_lend_the_longest_beginning_and_end_when_nobody_reads
         prefill.plane.ask_prefix(transfer_id, decode.remote(12), HASHES[1:], 10.0)
         kept.requested(await decode.event(LoanRequested))
         assert (await prefill.event(PrefixLent)).num_blocks == 2
-        prefill.plane.ask_prefix(new_transfer_id(), decode.remote(12), [b"no such", HASHES[0]], 10.0)
+        prefill.plane.ask_prefix(new_transfer_id(), decode.remote(12), [b"no such", b"lone"], 10.0)
         kept.requested(await decode.event(LoanRequested))
         assert (await prefill.event(PrefixLent)).num_blocks == 0, "not in the order of a prompt"
         for key in ("long", "short", "short"):
