@@ -267,8 +267,13 @@ class Protocol:
 
     def open(self, world: World, index: int) -> World:
         """There is room for it. The handshake is no part of the model."""
-        if self._bounds.lent:
-            hashes = hashes_of(world.pulls[index].request)
+        hashes = hashes_of(world.pulls[index].request)
+        if self._bounds.asked and not world.pulls[index].asked:
+            world = self._reading(world, index, asked=True)
+            world = self._pull(world, index, "ask_prefix", hashes, _BLOCK_SIZE)
+        elif self._bounds.asked:
+            world = self._pull(world, index, "start", 0.0, one_group(_destination(index)), hashes[-1].hex())
+        elif self._bounds.lent:
             world = self._pull(world, index, "start_prefix", 0.0, _destination(index), hashes, _BLOCK_SIZE)
         else:
             world = self._pull(world, index, "start", 0.0, one_group(_destination(index)), _HASH)
@@ -619,6 +624,11 @@ class Protocol:
     def _emitted(self, world: World, index: int, event: Any) -> World:
         pull = world.pulls[index]
         match type(event).__name__:
+            case "PrefixLent":
+                self.seen.add("prefix lent")
+                if event.num_blocks:
+                    return world  # it is held from now on
+                end = End.DONE
             case "PullDone":
                 must(pull.end is End.NONE, "a pull ends once")
                 self.seen.add("pull done")

@@ -24,6 +24,7 @@ SHORT: Mapping[str, Bounds] = MappingProxyType(
         "one reader that verifies": replace(_ALONE, verify=True, faults=1, time=1),
         "one reader that may have all blocks early": replace(_ALONE, whole=True, faults=1, time=1),
         "a loan": replace(_ALONE, lent=True, faults=2, time=2),
+        "a loan that is asked for first": replace(_ALONE, lent=True, asked=True, faults=2, time=2),
         "a loan that two readers ask for": Bounds(
             requests=1, pulls=((0, 0), (1, 0)), lent=True, faults=1, renewals=0, time=1, depth=11
         ),

@@ -35,7 +35,8 @@ class Bounds:
     number of steps of a history, after those of `begin`, which are taken first, by name; `memory` and
     `staged` bound what the producer remembers of ended leases and of readers that came early. With `whole` a
     prompt's last block may be readable, too, before the prompt is ready. With `lent` nothing is prefilled:
-    the producer's cache has the prompts' blocks, which readers ask for by their hashes.
+    the producer's cache has the prompts' blocks, which readers ask for by their hashes; with `asked` they ask
+    what there is, and pull it later.
     """
 
     requests: int = 2
@@ -45,6 +46,7 @@ class Bounds:
     verify: bool = False
     whole: bool = False
     lent: bool = False
+    asked: bool = False
     faults: int = 2
     renewals: int = 1
     time: int = 3
@@ -123,6 +125,8 @@ class Reading(NamedTuple):
     request: int
     awaited: int | None = None
     seq: int = 0
+    asked: bool = False
+    """It knows, or will, how much there is to pull."""
     end: End = End.NONE
     reads: tuple[RankRead, ...] = ()
     verifying: bool = False
