@@ -277,6 +277,14 @@ class Layers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 pieces.append((offset, self.unit_bytes))
         return pieces
 
+    def narrowed(self, heads: range) -> Iterator[Layers]:
+        """Yield the layers with only those of the heads that they have, unless there are none."""
+        start, stop = max(heads.start, self.heads.start), min(heads.stop, self.heads.stop)
+        if start < stop:
+            shift = (start - self.heads_start) * self.head_stride
+            offsets = tuple(offset + shift for offset in self.offsets)
+            yield msgspec.structs.replace(self, offsets=offsets, heads_start=start, num_heads=stop - start)
+
     def reach(self, num_blocks: int) -> int:
         """Bytes from a layer's first to the last of its last block."""
         return (
@@ -319,6 +327,15 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             region, offset = each >> REGION_SHIFT, each & OFFSET_MASK
             if region >= len(self.regions) or offset + reach > self.regions[region]:
                 raise ValueError(f"a layer at {offset} of region {region} leads outside of it")
+
+    def narrowed(self, heads: range) -> Placement:
+        """Only what it has of these heads. Raises ValueError if it has none of them."""
+        groups = tuple(
+            tuple(each for layers in group for each in layers.narrowed(heads)) for group in self.groups
+        )
+        if not any(groups):
+            raise ValueError(f"no layer has any of the heads {heads.start} to {heads.stop - 1}")
+        return msgspec.structs.replace(self, groups=groups)
 
     @property
     def only_layers(self) -> Layers:
@@ -454,6 +471,19 @@ def num_columns(placements: Sequence[Placement], group: int) -> int:
     One that several ranks hold counts once for each.
     """
     return sum(layers.num_heads for each in placements for layers in each.groups[group])
+
+
+def column_numbers(placements: Sequence[Placement], parts: Sequence[Placement], group: int) -> list[int]:
+    """Which columns of a group (`num_columns`) are those of `parts`: the placements, narrowed."""
+    numbers: list[int] = []
+    start = 0
+    for whole, part in zip(placements, parts, strict=True):
+        kept = {layers.names: layers.heads for layers in part.groups[group]}
+        for layers in whole.groups[group]:
+            heads = kept.get(layers.names, range(0))
+            numbers += [start + head - layers.heads_start for head in heads]
+            start += layers.num_heads
+    return numbers
 
 
 def source_columns(locals_: Sequence[Placement], remotes: Sequence[Placement], group: int) -> list[int]:

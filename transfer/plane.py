@@ -25,7 +25,14 @@ MAX_LOAN_S = 5.0
 
 
 class RemotePrompt(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a prompt's KV lies: the producer's control channel and what it pinned."""
+    """Where a prompt's KV lies: the producer's control channel and what it pinned.
+
+    Ranks of engines that have a plane each, and that split the heads differently, read from each other with:
+
+    Attributes:
+        heads: The first and the last of our heads that are read there; by default all.
+        num_readers: How many read under the same lease.
+    """
 
     engine_id: str
     """The producer's incarnation."""
@@ -34,6 +41,8 @@ class RemotePrompt(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int
     tp_size: int
     dp_rank: int = 0
+    heads: tuple[int, int] | None = None
+    num_readers: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

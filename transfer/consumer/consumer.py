@@ -343,7 +343,8 @@ class Consumer:
         now = time.monotonic()
         wait_s = min(_OPEN_WAIT_S, max(entry.deadline - now, 0.0))
         entry.backoff.expected_at = now + wait_s / 2
-        entry.link.open(entry.pull.transfer_id, effect.have, wait_s, partial(self._responded, entry))
+        readers = entry.remote.num_readers
+        entry.link.open(entry.pull.transfer_id, effect.have, wait_s, readers, partial(self._responded, entry))
 
     def _release(self, entry: _PullEntry, effect: SendRelease) -> None:
         if entry.link is not None:

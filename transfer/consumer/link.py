@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 
+import msgspec
 import zmq
 
 from kvferry.common.curve import ClusterKey
@@ -26,7 +27,15 @@ from kvferry.transfer.control import messages as wire
 from kvferry.transfer.control.endpoints import ControlClient
 from kvferry.transfer.control.messages import VERSIONS, Grant
 from kvferry.transfer.ids import TransferId
-from kvferry.transfer.layout import ReadPlan, num_columns, pair_blocks, plan_reads, source_columns
+from kvferry.transfer.layout import (
+    Placement,
+    ReadPlan,
+    column_numbers,
+    num_columns,
+    pair_blocks,
+    plan_reads,
+    source_columns,
+)
 from kvferry.transfer.net import resolve
 from kvferry.transfer.plane import PlaneConfig, RemotePrompt
 from kvferry.transfer.ranks.aggregate import Outcome
@@ -62,15 +71,17 @@ LINK_TRANSITIONS = transitions(
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """An incarnation of a producer, and the address of its control channel as a request gave it.
+    """An incarnation of a producer, the address of its control channel as a request gave it, and which of our
+    heads are read there (the first and the last; None: all).
 
-    Both identify a link: a failure at one address says nothing about the same incarnation at another, or one
+    All identify a link: a failure at one address says nothing about the same incarnation at another, or one
     wrong request would cost the right ones their producer.
     """
 
     engine_id: str
     host: str
     port: int
+    heads: tuple[int, int] | None = None
 
     def __str__(self) -> str:
         return f"{self.engine_id} at {self.host}:{self.port}"
@@ -81,7 +92,7 @@ class Source:
 
 
 def source_of(remote: RemotePrompt) -> Source:
-    return Source(remote.engine_id, remote.host, remote.port)
+    return Source(remote.engine_id, remote.host, remote.port, remote.heads)
 
 
 class Link:
@@ -125,6 +136,8 @@ class Link:
         """When the last response came, or the handshake ended."""
         self._columns: list[list[int]] = []
         """By group, where our columns of checksums come from; empty if we do not verify."""
+        self._our_columns: list[list[int]] = []
+        """By group, which of our columns are read there."""
         self._their_columns: list[int] = []
         """How many columns they have, by group."""
 
@@ -170,7 +183,12 @@ class Link:
     # Requests.
 
     def open(
-        self, transfer_id: str, have: int, wait_s: float, on_response: Callable[[wire.Response | None], None]
+        self,
+        transfer_id: str,
+        have: int,
+        wait_s: float,
+        num_readers: int,
+        on_response: Callable[[wire.Response | None], None],
     ) -> None:
         request = wire.Open(
             v=self.version,
@@ -180,6 +198,7 @@ class Link:
             consumer=self._config.incarnation,
             have=have,
             wait_s=wait_s,
+            num_readers=num_readers if num_readers > 1 else msgspec.UNSET,
         )
         self._request(request, wait_s + RESPONSE_TIMEOUT_S, on_response)
 
@@ -304,8 +323,10 @@ class Link:
         def compare(tables: Sequence[SumTable]) -> None:
             rows = iter(checksums)
             found = [
-                first_mismatch(sums, list(islice(rows, len(blocks))), blocks, columns)
-                for sums, blocks, columns in zip(tables, local_blocks, self._columns, strict=True)
+                first_mismatch(sums[:, ours], list(islice(rows, len(blocks))), blocks, theirs)
+                for sums, blocks, ours, theirs in zip(
+                    tables, local_blocks, self._our_columns, self._columns, strict=True
+                )
             ]
             on_verified(next(filter(None, found), ""))
 
@@ -407,11 +428,16 @@ class Link:
             raise ValueError(f"{len(placements)} placements of {len(response.ranks)} ranks")
         if any(each.num_blocks < response.num_blocks for each in placements):
             raise ValueError(f"not every rank has {response.num_blocks} blocks")
-        plans = plan_reads(self._ranks.placements, placements)
+        ours: Sequence[Placement] = self._ranks.placements
+        if self.source.heads is not None:
+            first, last = self.source.heads
+            ours = [each.narrowed(range(first, last + 1)) for each in ours]
+        plans = plan_reads(ours, placements)
         if self._config.verify_kv:
             groups = range(len(placements[0].groups))
             self._their_columns = [num_columns(placements, group) for group in groups]
-            self._columns = [source_columns(self._ranks.placements, placements, group) for group in groups]
+            self._columns = [source_columns(ours, placements, group) for group in groups]
+            self._our_columns = [column_numbers(self._ranks.placements, ours, group) for group in groups]
         return plans
 
     def _request(

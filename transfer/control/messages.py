@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal, TypeVar
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from kvferry.transfer.ids import TransferId
 from kvferry.transfer.layout import MAX_GROUPS, MAX_REGIONS, KVGeometry, Placement
@@ -125,12 +125,17 @@ class RequestRefused(_Frame, frozen=True, tag="refused"):
 
 
 class Open(_Frame, frozen=True, tag="open"):
-    """Ask for the blocks after the first `have`; the response may take `wait_s`."""
+    """Ask for the blocks after the first `have`; the response may take `wait_s`.
+
+    `num_readers`: so many consumers read under the lease, each with a proof of its own; if it is not there,
+    one does. It needs no version: agents that do not know it have no layout in common with those that set it.
+    """
 
     transfer_id: _Id
     consumer: _Id
     have: _Count
     wait_s: _Seconds
+    num_readers: Annotated[int, Meta(ge=2, le=1024)] | UnsetType = UNSET
 
 
 class Opened(_Frame, frozen=True, tag="opened"):

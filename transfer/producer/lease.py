@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -133,11 +133,28 @@ class _Lease:
     num_tokens: int = 0
     ids_hash: str = ""
     first_tokens: SampledTokens | None = None
-    reader: Incarnation | None = None
-    parked: _ParkedOpen | None = None
+    num_readers: int = 1
+    readers: set[Incarnation] = field(default_factory=set)
+    proven: set[Incarnation] = field(default_factory=set)
+    """Readers that were told that what they read is right; they may not come again."""
+    parked: dict[Incarnation, _ParkedOpen] = field(default_factory=dict)
 
     def transition(self, to: LeaseState) -> None:
         self.state = transition(f"lease {self.transfer_id}", LEASE_TRANSITIONS, self.state, to)
+
+    def may_read(self, consumer: Incarnation) -> bool:
+        """Whether the consumer is one of the readers, or may become one."""
+        is_open = len(self.readers) < self.num_readers
+        return consumer not in self.proven and (is_open or consumer in self.readers)
+
+    def admit(self, consumer: Incarnation, num_readers: int) -> bool:
+        """Make the consumer one of `num_readers`, a number that the first sets. Returns whether it is one."""
+        if not self.readers:
+            self.num_readers = num_readers
+        if num_readers != self.num_readers or not self.may_read(consumer):
+            return False
+        self.readers.add(consumer)
+        return True
 
     def grant(self, have: int, max_blocks: int) -> Grant | None:
         """Return what is new to a reader that has `have` blocks; None if nothing is.
@@ -166,8 +183,7 @@ class _Verdict:
     """What is remembered of an ended lease. A drop that came before its prefill was never `registered`."""
 
     state: LeaseState
-    reader: Incarnation | None
-    valid: bool
+    proven: frozenset[Incarnation]
     registered: bool
 
 
@@ -261,12 +277,12 @@ class LeaseTable:
         as a use of the id.
         """
         lease = self._live.get(transfer_id)
-        if lease is not None and lease.reader != consumer:
+        if lease is not None and lease.readers != {consumer}:
             raise DuplicateTransfer(transfer_id)
         effects = self.register(now, transfer_id, one_group(block_ids), num_tokens, ids_hash, timeout_s)
         lease = self._live.get(transfer_id)
         if lease is not None:
-            lease.reader = consumer
+            lease.readers.add(consumer)
         return effects
 
     def advance(
@@ -320,27 +336,27 @@ class LeaseTable:
         have: int,
         wait_s: float,
         waiter: Any,
+        num_readers: int = 1,
     ) -> list[Effect]:
-        """Ask for blocks after the first `have`; the first consumer to ask becomes the only reader.
+        """Ask for blocks after the first `have`; the first `num_readers` consumers to ask become the readers.
 
         Counts as a renewal. Comes to exactly one `CompleteOpen` for `waiter`, now or within `wait_s`.
         """
         effects = self.expire(now)
-        lease = self._live.get(transfer_id) or self._stage(now, transfer_id, consumer)
+        lease = self._live.get(transfer_id) or self._stage(now, transfer_id)
         if lease is None:
             return [*effects, CompleteOpen(waiter, transfer_id, self._gone(transfer_id))]
-        if lease.reader not in (None, consumer):
+        if not lease.admit(consumer, num_readers):
             return [*effects, CompleteOpen(waiter, transfer_id, Denied("finished"))]
-        lease.reader = consumer
         self._renew(now, lease)
-        effects += self._supersede(lease)
+        effects += self._supersede(lease, consumer)
         grant = lease.grant(have, self.max_blocks)
         if grant is not None:
             return [*effects, CompleteOpen(waiter, transfer_id, grant)]
         if wait_s <= 0:
             return [*effects, CompleteOpen(waiter, transfer_id, NotYet())]
-        lease.parked = _ParkedOpen(waiter, have, now + wait_s)
-        self._note(lease.parked.until)
+        lease.parked[consumer] = _ParkedOpen(waiter, have, now + wait_s)
+        self._note(now + wait_s)
         return effects
 
     def renew(
@@ -354,7 +370,7 @@ class LeaseTable:
         alive, gone = [], []
         for transfer_id in transfer_ids:
             lease = self._live.get(transfer_id)
-            if lease is not None and lease.reader in (None, consumer):
+            if lease is not None and lease.may_read(consumer):
                 self._renew(now, lease)
                 alive.append(transfer_id)
             elif lease is not None or transfer_id in self._ended:
@@ -366,19 +382,26 @@ class LeaseTable:
     ) -> tuple[bool, list[Effect]]:
         """End a lease by its reader. Returns whether what it read is proven right; the same when repeated.
 
-        Proven means: this reader, all its reads done, and the lease alive from `ready` until now.
+        Proven means: this reader, all its reads done, and the lease alive from `ready` until now. Of several
+        readers the last one's release ends it, or the first that is not proven: no one can use the rest.
         """
         effects = self.expire(now)
         lease = self._live.get(transfer_id)
         if lease is None:
             verdict = self._ended.get(transfer_id)
-            return verdict is not None and verdict.reader == consumer and verdict.valid, effects
-        if lease.reader != consumer:
+            return verdict is not None and consumer in verdict.proven, effects
+        if consumer in lease.proven:
+            return True, effects
+        if consumer not in lease.readers:
             return False, effects
         if lease.state is LeaseState.STAGED:
             return False, effects + self._end(lease, LeaseState.DROPPED)
-        valid = read_ok and lease.state is LeaseState.READY
-        return valid, effects + self._end(lease, LeaseState.RELEASED, valid=valid)
+        if not read_ok or lease.state is not LeaseState.READY:
+            return False, effects + self._end(lease, LeaseState.RELEASED)
+        lease.proven.add(consumer)
+        if len(lease.proven) < lease.num_readers:
+            return True, effects
+        return True, effects + self._end(lease, LeaseState.RELEASED)
 
     def drop(self, now: float, transfer_id: TransferId) -> tuple[bool, list[Effect]]:
         """End a lease that no reader needs. Returns whether this call ended one; idempotent.
@@ -389,7 +412,7 @@ class LeaseTable:
         lease = self._live.get(transfer_id)
         if lease is None:
             if transfer_id not in self._ended:
-                self._remember(transfer_id, _Verdict(LeaseState.DROPPED, None, False, registered=False))
+                self._remember(transfer_id, _Verdict(LeaseState.DROPPED, frozenset(), registered=False))
             return False, effects
         return True, effects + self._end(lease, LeaseState.DROPPED)
 
@@ -407,8 +430,9 @@ class LeaseTable:
         for lease in list(self._live.values()):
             if lease.deadline <= now:
                 effects += self._end(lease, LeaseState.EXPIRED)
-            elif lease.parked is not None and lease.parked.until <= now:
-                effects += self._supersede(lease)
+            else:
+                for consumer in [each for each, parked in lease.parked.items() if parked.until <= now]:
+                    effects += self._supersede(lease, consumer)
         self._next_due = self._first_due()
         return effects
 
@@ -430,13 +454,16 @@ class LeaseTable:
             ready = lease.state is LeaseState.READY
             assert not ready or lease.readable == len(lease.block_ids), f"{lease.transfer_id} ready"
             assert len(lease.checksums) in (0, lease.readable), f"{lease.transfer_id} checksums"
+            assert len(lease.readers) <= lease.num_readers, f"{lease.transfer_id} readers"
+            assert lease.parked.keys() <= lease.readers - lease.proven, f"{lease.transfer_id} parked"
+            assert lease.proven <= lease.readers, f"{lease.transfer_id} proven"
 
     def _note(self, moment: float) -> None:
         self._next_due = min(self._next_due, moment)
 
     def _first_due(self) -> float:
         times = [lease.deadline for lease in self._live.values()]
-        times += [lease.parked.until for lease in self._live.values() if lease.parked]
+        times += [parked.until for lease in self._live.values() for parked in lease.parked.values()]
         return min(times, default=_NEVER)
 
     def _alive(self, now: float, transfer_id: TransferId) -> _Lease | None:
@@ -453,10 +480,10 @@ class LeaseTable:
         if lease.state is not LeaseState.FILLING:  # while it fills, only the request's own deadline counts
             lease.deadline = max(lease.deadline, self._extended(now, lease))
 
-    def _stage(self, now: float, transfer_id: TransferId, consumer: Incarnation) -> _Lease | None:
+    def _stage(self, now: float, transfer_id: TransferId) -> _Lease | None:
         if transfer_id in self._ended or self._num_staged >= self._max_staged:
             return None
-        lease = _Lease(transfer_id, LeaseState.STAGED, now + self._lease_s, _NEVER, reader=consumer)
+        lease = _Lease(transfer_id, LeaseState.STAGED, now + self._lease_s, _NEVER)
         self._note(lease.deadline)
         self._live[transfer_id] = lease
         self._num_staged += 1
@@ -468,22 +495,20 @@ class LeaseTable:
         return NotYet() if verdict is None else Denied(_GONE_REASONS[verdict.state])
 
     def _complete_parked(self, lease: _Lease) -> list[Effect]:
-        if lease.parked is None:
-            return []
-        grant = lease.grant(lease.parked.have, self.max_blocks)
-        if grant is None:
-            return []
-        waiter, lease.parked = lease.parked.waiter, None
-        return [CompleteOpen(waiter, lease.transfer_id, grant)]
+        effects: list[Effect] = []
+        for consumer, parked in list(lease.parked.items()):
+            grant = lease.grant(parked.have, self.max_blocks)
+            if grant is not None:
+                del lease.parked[consumer]
+                effects.append(CompleteOpen(parked.waiter, lease.transfer_id, grant))
+        return effects
 
-    def _supersede(self, lease: _Lease) -> list[Effect]:
-        """Respond to the parked `open` with nothing new: its wait is over, or the reader asked again."""
-        if lease.parked is None:
-            return []
-        waiter, lease.parked = lease.parked.waiter, None
-        return [CompleteOpen(waiter, lease.transfer_id, NotYet())]
+    def _supersede(self, lease: _Lease, consumer: Incarnation) -> list[Effect]:
+        """Respond to a parked `open` with nothing new: its wait is over, or the reader asked again."""
+        parked = lease.parked.pop(consumer, None)
+        return [] if parked is None else [CompleteOpen(parked.waiter, lease.transfer_id, NotYet())]
 
-    def _end(self, lease: _Lease, to: LeaseState, *, valid: bool = False) -> list[Effect]:
+    def _end(self, lease: _Lease, to: LeaseState) -> list[Effect]:
         staged = lease.state is LeaseState.STAGED
         lease.transition(to)
         del self._live[lease.transfer_id]
@@ -493,11 +518,11 @@ class LeaseTable:
         registered = not staged
         # A staged open that ran out says nothing about the prefill, which may still come.
         if registered or to is LeaseState.DROPPED:
-            self._remember(lease.transfer_id, _Verdict(to, lease.reader, valid, registered))
-        effects: list[Effect] = []
-        if lease.parked is not None:
-            reason: GoneReason = "unknown" if staged and to is LeaseState.EXPIRED else _GONE_REASONS[to]
-            effects.append(CompleteOpen(lease.parked.waiter, lease.transfer_id, Denied(reason)))
+            self._remember(lease.transfer_id, _Verdict(to, frozenset(lease.proven), registered))
+        reason: GoneReason = "unknown" if staged and to is LeaseState.EXPIRED else _GONE_REASONS[to]
+        effects: list[Effect] = [
+            CompleteOpen(parked.waiter, lease.transfer_id, Denied(reason)) for parked in lease.parked.values()
+        ]
         if registered and to in _CAUSES:
             effects.append(Freed(lease.transfer_id, _CAUSES[to]))
         return effects

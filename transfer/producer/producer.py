@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
 import zmq
 
 from kvferry.transfer.access_tokens import mint
@@ -269,6 +270,7 @@ class Producer:
             request.have,
             request.wait_s,
             caller,
+            1 if request.num_readers is msgspec.UNSET else request.num_readers,
         )
         self._perform(effects)
 

@@ -12,7 +12,7 @@ import struct
 from kvferry.transfer.backends.common.handshake import Protocol
 
 PROTOCOL = Protocol(b"KVF1")
-MAX_PIECES = 1 << 16
+MAX_PIECES = 1 << 20
 
 REQUEST = struct.Struct("<QQ")
 """Number of the transfer, count of pieces."""

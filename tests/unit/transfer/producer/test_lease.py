@@ -46,9 +46,14 @@ def only_result(effects: list[Effect]) -> Grant | NotYet | Denied:
 
 
 def open_lease(
-    table: LeaseTable, now: float, have: int = 0, wait_s: float = 5.0, reader: Incarnation = READER
+    table: LeaseTable,
+    now: float,
+    have: int = 0,
+    wait_s: float = 5.0,
+    reader: Incarnation = READER,
+    num_readers: int = 1,
 ) -> Any:
-    return table.open(now, T, reader, have, wait_s, "waiter")
+    return table.open(now, T, reader, have, wait_s, "waiter", num_readers)
 
 
 def test_a_ready_lease_is_granted_whole_and_released_as_valid() -> None:
@@ -56,6 +61,51 @@ def test_a_ready_lease_is_granted_whole_and_released_as_valid() -> None:
     assert only_result(open_lease(table, 1.0)) == Grant(True, 0, (5, 6, 7), 40, "hash")
     assert table.release(2.0, T, READER, True) == (True, [Freed(T, "released")])
     assert table.leased == 0
+
+
+def read_by_two() -> LeaseTable:
+    table = ready()
+    for reader in (READER, STRANGER):
+        assert isinstance(only_result(open_lease(table, 1.0, reader=reader, num_readers=2)), Grant)
+    return table
+
+
+def test_a_lease_of_two_readers_ends_with_the_second_proof() -> None:
+    table = read_by_two()
+    assert table.release(2.0, T, READER, True) == (True, [])
+    assert table.release(3.0, T, READER, True) == (True, []), "repeated"
+    assert only_result(open_lease(table, 3.0, num_readers=2)) == Denied("finished")
+    assert table.renew(3.0, READER, [T]) == ([], [T], [])
+    assert table.release(4.0, T, STRANGER, True) == (True, [Freed(T, "released")])
+    assert [table.release(5.0, T, each, True)[0] for each in (READER, STRANGER)] == [True, True]
+
+
+def test_a_reader_that_failed_ends_the_lease_of_both() -> None:
+    table = read_by_two()
+    assert table.release(2.0, T, READER, False) == (False, [Freed(T, "released")])
+    assert table.release(2.0, T, STRANGER, True) == (False, [])
+
+
+def test_the_second_reader_of_a_lease_renews_it_and_it_expires_without() -> None:
+    table = read_by_two()
+    table.release(2.0, T, READER, True)
+    assert table.renew(9.0, STRANGER, [T]) == ([T], [], [])
+    assert table.expire(19.0) == [Freed(T, "expired")]
+    assert table.release(19.0, T, STRANGER, True) == (False, [])
+    assert table.release(19.0, T, READER, True) == (True, []), "what it read was right"
+
+
+def test_both_readers_may_wait_for_the_prefill_and_a_third_is_denied() -> None:
+    table = LeaseTable(LEASE_S)
+    assert open_lease(table, 0.0, num_readers=2) == []
+    assert open_lease(table, 0.0, reader=STRANGER, num_readers=2) == []
+    for third, readers in (("third", 2), ("third", 1)):
+        denied = open_lease(table, 0.0, reader=Incarnation(third), num_readers=readers)
+        assert only_result(denied) == Denied("finished")
+    table.register(1.0, T, one_group([5, 6, 7]), 40, "hash", 100.0)
+    grant = Grant(True, 0, (5, 6, 7), 40, "hash")
+    assert table.ready(1.0, T) == [CompleteOpen("waiter", T, grant)] * 2
+    table.check_integrity()
 
 
 def lent(reader: Incarnation = READER) -> LeaseTable:
@@ -355,11 +405,18 @@ def test_a_request_costs_the_same_however_many_leases_there_are() -> None:
     table.check_integrity()
 
 
+def num_readers(transfer_id: TransferId) -> int:
+    return 2 if transfer_id in ("t2", "t3") else 1
+
+
 class Leases(RuleBasedStateMachine):
-    """Random schedules of scheduler, two readers and time, against an allocator that frees nothing twice."""
+    """Random schedules of scheduler, readers and time, against an allocator that frees nothing twice.
+
+    The leases t2 and t3 have two readers.
+    """
 
     ids = st.integers(0, 3).map(lambda number: TransferId(f"t{number}"))
-    readers = st.sampled_from([READER, STRANGER])
+    readers = st.sampled_from([READER, STRANGER, Incarnation("third")])
 
     def __init__(self) -> None:
         super().__init__()
@@ -447,7 +504,8 @@ class Leases(RuleBasedStateMachine):
     def open(self, transfer_id: TransferId, reader: Incarnation, have: int, wait_s: float) -> None:
         good = self.known_good(transfer_id)
         self.asked += 1
-        effects = self.table.open(self.now, transfer_id, reader, have, wait_s, self.asked)
+        count = num_readers(transfer_id)
+        effects = self.table.open(self.now, transfer_id, reader, have, wait_s, self.asked, count)
         self.apply(effects)
         mine = [
             effect for effect in effects if isinstance(effect, CompleteOpen) and effect.waiter == self.asked
@@ -480,10 +538,11 @@ class Leases(RuleBasedStateMachine):
         if valid and not proof:
             assert read_ok and good and truth is not None and truth.ready, "proof without a live lease (I1)"
             assert reader in self.admitted[transfer_id]
-            assert not any(self.proofs.get((transfer_id, other)) for other in (READER, STRANGER))
-        if proof is not None and truth is None:
+            proven = [proof for (proven_id, _), proof in self.proofs.items() if proven_id == transfer_id]
+            assert sum(proven) < num_readers(transfer_id) and all(proven), "one more, or after a failure"
+        if proof is not None and (proof or truth is None):
             assert valid == proof, "a repeated release had another result"
-        if truth is not None and transfer_id not in self.truth:
+        if valid or (truth is not None and transfer_id not in self.truth):
             self.proofs[transfer_id, reader] = valid
 
     @invariant()
