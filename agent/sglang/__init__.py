@@ -35,9 +35,17 @@ def register() -> None:
 
 
 def _kv_class(original: Callable[..., Any], backend: Any, class_type: Any) -> Any:
-    """SGLang's container of arguments serves all backends, and its health checks use the backend `fake`."""
+    """SGLang's container of arguments serves all backends, and its health checks use the backend `fake`.
+
+    Raises `NotServed` for another version of SGLang, which may lack what our classes are made of.
+    """
     if backend.value != BACKEND or class_type.value == "kvargs":
         return original(backend, class_type)
+    import sglang
+
+    from kvferry.agent.sglang.settings import check_version
+
+    check_version(sglang.__version__)
     from kvferry.agent.sglang import conn
 
     return conn.CLASSES[class_type.value]

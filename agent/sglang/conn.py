@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from http import HTTPStatus
 from pathlib import Path
@@ -35,14 +35,14 @@ from kvferry.agent.ids import host_id, mint_incarnation
 from kvferry.agent.plugin.plane_thread import PlaneThread, api_process
 from kvferry.agent.plugin.settings import PluginSettings
 from kvferry.agent.process.run_dir import private_run_dir
-from kvferry.agent.sglang.rooms import Fetch, Loan, Rooms
+from kvferry.agent.sglang.rooms import Fetch, Loan, Rooms, Source
 from kvferry.agent.sglang.server import (
+    HeadShare,
     SchedulerLoad,
     geometry_of,
     pool_of,
     prompt_hash,
     read_row,
-    share_of,
     tokenizer_of,
     weights_of,
     write_row,
@@ -57,6 +57,8 @@ from kvferry.transfer.plane import PlaneConfig, RemotePrompt
 from kvferry.transfer.ranks.worker import WorkerConnector
 
 _START_S = 60.0
+MAX_PIECES = 1 << 20
+"""Of one prompt's KV, for ranks that have other heads: one for each token of each layer's K and V."""
 _FIRST_TOKEN = slice(0, 4)
 """In a metadata row: int32."""
 
@@ -74,7 +76,6 @@ class KvferryManager(CommonKVManager):
     ) -> None:
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         check_served(
-            sglang.__version__,
             server_args,
             defers_release=self.enable_deferred_decode_kv_release,
             state_types=args.state_types,
@@ -88,11 +89,12 @@ class KvferryManager(CommonKVManager):
         args, ours = self.server_args, self.kv_args
         settings = read_settings(os.environ, host=args.host, port=args.port, own_ip=self.local_ip)
         device = "cpu" if args.device == "cpu" else f"{args.device}:{ours.gpu_id}"
-        pool = pool_of(ours, device)
+        total = 1 if self.is_mla_backend else scheduler.model_config.get_total_num_kv_heads()
+        self.share = HeadShare.of(ours, self.attn_tp_rank, self.attn_tp_size, total)
+        pool = pool_of(ours, device, self.share)
         incarnation = mint_incarnation()
         key = None if settings.cluster_key is None else ClusterKey.read(Path(settings.cluster_key))
-        share = share_of(self.attn_tp_rank, self.attn_tp_size, is_mla=bool(self.is_mla_backend))
-        geometry = geometry_of(ours, scheduler.model_config, version=sglang.__version__, share=share)
+        geometry = geometry_of(ours, scheduler.model_config, version=sglang.__version__, share=self.share)
         weights = weights_of(scheduler.model_config, str(args.load_format), int(args.random_seed or 0))
         with private_run_dir() as run_dir:
             self._worker = _start_worker(settings, pool, run_dir / "transfer")
@@ -116,6 +118,7 @@ class KvferryManager(CommonKVManager):
             self.plane = PlaneThread(config, start_timeout_s=_START_S, parent=api_process())
             self.rooms = Rooms(
                 self.plane,
+                rank=self.attn_tp_rank,
                 lease_limit_s=settings.hold_timeout_s + settings.pull_timeout_s,
                 pull_timeout_s=settings.pull_timeout_s,
                 fill_s=float(envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()),
@@ -316,19 +319,38 @@ class KvferryReceiver(CommonKVReceiver):
         infos = getattr(self, "bootstrap_infos", None)
         if self.conclude_state is not None or not infos:
             return
-        sources = [info for info in infos if not info["is_dummy"]]
-        if len(sources) != 1:
-            self.kv_mgr.end(self.bootstrap_room, f"its KV is at {len(sources)} ranks, which is not served")
+        try:
+            shares = self.kv_mgr.share.sources(self.prefill_info.attn_tp_size)
+            sources = [
+                self._source(rank, heads, info)
+                for (rank, heads), info in zip(shares.items(), infos, strict=True)
+            ]
+        except ValueError as error:
+            self.kv_mgr.end(self.bootstrap_room, f"its KV is not served: {error}")
             return
-        host, _, incarnation = sources[0]["rank_ip"].partition("#")
-        source = RemotePrompt(
+        self._fetch = self.kv_mgr.rooms.hold(self.bootstrap_room, sources)
+
+    def _source(self, rank: int, heads: range, info: Mapping[str, Any]) -> Source:
+        """`info`: what SGLang's bootstrap server knows of a rank of the prefill server."""
+        share = self.kv_mgr.share
+        host, _, incarnation = info["rank_ip"].partition("#")
+        is_part = heads and not share.is_whole and heads != share.heads
+        prompt = RemotePrompt(
             engine_id=incarnation,
             host=host,
-            port=int(sources[0]["rank_port"]),
+            port=int(info["rank_port"]),
             num_tokens=len(self._request.origin_input_ids),
             tp_size=1,
+            heads=(heads[0], heads[-1]) if is_part else None,
+            num_readers=max(1, share.num_ranks // self.prefill_info.attn_tp_size),
         )
-        self._fetch = self.kv_mgr.rooms.hold(self.bootstrap_room, source)
+        return Source(rank, prompt, is_read=bool(heads))
+
+    @property
+    def _is_in_pieces(self) -> bool:
+        """Whether the heads of a token that are read do not lie beside those of the next."""
+        share = self.kv_mgr.share
+        return share.total > 1 and bool(share.num_ranks != self.prefill_info.attn_tp_size)
 
     def _register_kv_args(self) -> bool:
         return True  # no other server writes to our memory
@@ -348,7 +370,12 @@ class KvferryReceiver(CommonKVReceiver):
             return
         self._aux_index = aux_index
         ids_hash = prompt_hash(self._request.origin_input_ids)
-        first = (decode_prefix_len or 0) // self.kv_mgr.kv_args.page_size
+        page_size = self.kv_mgr.kv_args.page_size
+        first = (decode_prefix_len or 0) // page_size
+        pieces = len(kv_indices) * page_size * len(self.kv_mgr.kv_args.kv_data_ptrs)
+        if self._is_in_pieces and pieces > MAX_PIECES:
+            reason = f"its KV is in {pieces} pieces, and with other numbers of ranks {MAX_PIECES} are served"
+            self.kv_mgr.rooms.cancel(self._fetch, reason)
         self.kv_mgr.rooms.fetch(self._fetch, first, kv_indices.tolist(), ids_hash)
         self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Transferring)
         self.init_time = time.time()
@@ -375,7 +402,7 @@ class KvferryReceiver(CommonKVReceiver):
 
     def abort(self) -> None:
         """Failed is only said once nothing writes to the pages any more: SGLang frees them next."""
-        if self.conclude_state is None and self._fetch is not None and self._fetch.is_reading:
+        if self.conclude_state is None and self._fetch is not None and self._fetch.reading:
             self.ensure_abort_notified()
         else:
             super().abort()

@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvferry.agent.announce.work_counts import WorkCounts
 from kvferry.agent.plugin.plane_thread import LeaseRefused, PlaneThread
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 class Loan:
     """A prompt whose pages are leased. `is_over`: they may be freed; `failure`: why they were not read."""
 
-    room: int
+    transfer_id: str
     num_pages: int
     is_over: bool = False
     failure: str = ""
@@ -42,18 +42,29 @@ class Loan:
         return self.failure not in (_DUPLICATE, _WITHDRAWN)
 
 
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One rank of the producer that leases its share of a prompt. `is_read`: there is something to read
+    there; else its lease only has to end well, for another rank has the same.
+    """
+
+    rank: int
+    prompt: RemotePrompt
+    is_read: bool = True
+
+
 @dataclass(eq=False, slots=True)
 class Fetch:
     """A prompt that is, or will be, fetched.
 
-    `is_reading`: the plane may write to its pages. `is_over`: it does not, and the prompt is proven right,
-    with the producer's metadata in `row`, unless there is a `failure`. `is_stale`: the producer is not where
-    it was, or another.
+    `reading`: the pulls, by transfer id, that may write to its pages. `is_over`: none does, and the prompt is
+    proven right by all of its sources, with the producer's metadata in `row`, unless there is a `failure`.
+    `is_stale`: the producer is not where it was, or another.
     """
 
     room: int
-    source: RemotePrompt
-    is_reading: bool = False
+    sources: tuple[Source, ...]
+    reading: set[str] = field(default_factory=set)
     is_over: bool = False
     failure: str = ""
     is_stale: bool = False
@@ -61,11 +72,22 @@ class Fetch:
     held_until: float = math.inf
     """By the clock; while there are no pages for it."""
 
+    @property
+    def prompts(self) -> dict[str, RemotePrompt]:
+        """By transfer id."""
+        return {_transfer_id(self.room, each.rank): each.prompt for each in self.sources}
+
+
+def _transfer_id(room: int, rank: int) -> str:
+    """Of what a rank of the producer leases."""
+    return f"{room}.{rank}"
+
 
 class Rooms:
     """Called by one thread; only `withdraw` waits.
 
     Args:
+        rank: This rank's number, by which readers know what it leases.
         lease_limit_s: When a lease ends however often it is renewed.
         pull_timeout_s: Deadline of a pull, from when the prompt is computed.
         fill_s: How long the producer may take to compute a prompt.
@@ -76,6 +98,7 @@ class Rooms:
         self,
         plane: PlaneThread,
         *,
+        rank: int,
         lease_limit_s: float,
         pull_timeout_s: float,
         fill_s: float,
@@ -83,6 +106,7 @@ class Rooms:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._plane = plane
+        self._rank = rank
         self._lease_limit_s = lease_limit_s
         self._pull_timeout_s = pull_timeout_s
         self._fill_s = fill_s
@@ -90,8 +114,8 @@ class Rooms:
         self._clock = clock
         self._loans: dict[str, Loan] = {}
         """By transfer id, until they are over."""
-        self._fetches: dict[str, Fetch] = {}
-        """By transfer id, until they are given up and nothing writes any more."""
+        self._fetches: dict[int, Fetch] = {}
+        """By room, until they are given up and nothing writes any more."""
         self.counts = WorkCounts()
         self.leased_pages = 0
         self.leases_expired = 0
@@ -103,62 +127,66 @@ class Rooms:
         self, room: int, pages: Sequence[int], num_tokens: int, ids_hash: str, row: bytes, token: int
     ) -> Loan:
         """Lease a prompt's pages, which are computed. `row` and `token` are for the reader."""
-        loan = Loan(room, len(pages))
-        if str(room) in self._loans:
+        loan = Loan(_transfer_id(room, self._rank), len(pages))
+        if loan.transfer_id in self._loans:
             loan.is_over, loan.failure = True, _DUPLICATE
             return loan
-        self._loans[str(room)] = loan
+        self._loans[loan.transfer_id] = loan
         self.leased_pages += loan.num_pages
         first = SampledTokens(choices=(SampledToken(id=token),), row=row)
         runs = (BlockRun(0, tuple(pages)),)
-        self._plane.register_lease(str(room), runs, num_tokens, ids_hash, self._lease_limit_s, first)
+        self._plane.register_lease(loan.transfer_id, runs, num_tokens, ids_hash, self._lease_limit_s, first)
         return loan
 
     def withdraw(self, loan: Loan) -> None:
         """End a lease: from the return on no reader is told that what it read is right. Idempotent."""
         if not loan.is_over:
-            self._plane.withdraw(str(loan.room))
+            self._plane.withdraw(loan.transfer_id)
             self._end_loan(loan, _WITHDRAWN)
 
     # Prompts that are fetched.
 
-    def hold(self, room: int, source: RemotePrompt) -> Fetch:
-        """Keep a prompt's lease, once there is one, until there are pages to fetch it into."""
-        fetch = Fetch(room, source, held_until=self._clock() + self._hold_timeout_s)
-        if str(room) in self._fetches:
+    def hold(self, room: int, sources: Sequence[Source]) -> Fetch:
+        """Keep a prompt's leases, once there are any, until there are pages to fetch it into."""
+        fetch = Fetch(room, tuple(sources), held_until=self._clock() + self._hold_timeout_s)
+        if room in self._fetches:
             fetch.is_over, fetch.failure = True, _DUPLICATE
             return fetch
-        self._fetches[str(room)] = fetch
-        self._plane.hold(str(room), source, self._hold_timeout_s)
+        self._fetches[room] = fetch
+        for transfer_id, prompt in fetch.prompts.items():
+            self._plane.hold(transfer_id, prompt, self._hold_timeout_s)
         return fetch
 
     def fetch(self, fetch: Fetch, first: int, pages: Sequence[int], ids_hash: str) -> None:
         """Begin to read a prompt's pages from position `first` on."""
         if fetch.is_over:
             return
-        fetch.is_reading = True
-        runs = (BlockRun(first, tuple(pages)),)
-        self._plane.pull(str(fetch.room), fetch.source, runs, self._pull_timeout_s, ids_hash, self._fill_s)
+        for source in fetch.sources:
+            transfer_id = _transfer_id(fetch.room, source.rank)
+            fetch.reading.add(transfer_id)
+            run = BlockRun(first, tuple(pages)) if source.is_read else BlockRun(first + len(pages), ())
+            self._plane.pull(transfer_id, source.prompt, (run,), self._pull_timeout_s, ids_hash, self._fill_s)
 
     def cancel(self, fetch: Fetch, reason: str) -> None:
         """Have a prompt no longer fetched. It is over once nothing writes any more. Idempotent."""
         if fetch.is_over:
             return
         fetch.failure = fetch.failure or reason
-        self._plane.cancel(str(fetch.room))
-        if not fetch.is_reading:
+        for transfer_id in fetch.prompts:
+            self._plane.cancel(transfer_id)
+        if not fetch.reading:
             self._end_fetch(fetch)
 
     def check_hold(self, fetch: Fetch) -> None:
         """Give up a prompt that has waited too long: its lease is not renewed any more."""
-        if not fetch.is_over and not fetch.is_reading and self._clock() > fetch.held_until:
+        if not fetch.is_over and not fetch.reading and self._clock() > fetch.held_until:
             self.cancel(fetch, f"no pages for it within {self._hold_timeout_s:.0f} s")
 
     def is_quiescent(self, room: int) -> bool:
         """Whether nothing writes to what a room's prompt was to be fetched into."""
         self.handle_events()
-        fetch = self._fetches.get(str(room))
-        return fetch is None or not fetch.is_reading
+        fetch = self._fetches.get(room)
+        return fetch is None or not fetch.reading
 
     # Events of the plane.
 
@@ -177,35 +205,36 @@ class Rooms:
                     if loan is not None:
                         self._end_loan(loan, _DUPLICATE)
                 case PullDone() | PullFailed() | PullQuiescent():
-                    fetch = self._fetches.get(event.transfer_id)
-                    if fetch is not None:
+                    fetch = self._fetches.get(int(event.transfer_id.partition(".")[0]))
+                    if fetch is not None and event.transfer_id in fetch.reading:
                         self._handle_pull(fetch, event)
 
     def _handle_pull(self, fetch: Fetch, event: PullDone | PullFailed | PullQuiescent) -> None:
+        producer = fetch.prompts[event.transfer_id].engine_id
         match event:
             case PullDone():
-                self.counts.pull_done(fetch.source.engine_id, event)
+                self.counts.pull_done(producer, event)
                 if event.first_tokens is None or not event.first_tokens.row:
                     fetch.failure = fetch.failure or "the producer sent no metadata"
-                elif not fetch.failure:
+                elif not fetch.row:
                     fetch.row = event.first_tokens.row
-                self._end_fetch(fetch)
             case PullFailed():
                 if event.reason not in NO_FAULT:
-                    self.counts.pull_failed(fetch.source.engine_id, event)
+                    self.counts.pull_failed(producer, event)
                     log.info("room %d: its KV cannot be used: %s %s", fetch.room, event.reason, event.detail)
-                fetch.failure = fetch.failure or f"{event.reason} {event.detail}".rstrip()
-                fetch.is_stale = event.reason in _STALE
-                if event.quiescent:
-                    self._end_fetch(fetch)
-            case PullQuiescent():
-                self._end_fetch(fetch)
+                fetch.is_stale = fetch.is_stale or event.reason in _STALE
+                self.cancel(fetch, f"{event.reason} {event.detail}".rstrip())
+                if not event.quiescent:
+                    return
+        fetch.reading.discard(event.transfer_id)
+        if not fetch.reading:
+            self._end_fetch(fetch)
 
     def _end_loan(self, loan: Loan, failure: str) -> None:
         loan.is_over, loan.failure = True, failure
         self.leased_pages -= loan.num_pages
-        del self._loans[str(loan.room)]
+        del self._loans[loan.transfer_id]
 
     def _end_fetch(self, fetch: Fetch) -> None:
-        fetch.is_reading, fetch.is_over = False, True
-        del self._fetches[str(fetch.room)]
+        fetch.is_over = True
+        del self._fetches[fetch.room]

@@ -16,7 +16,7 @@ from kvferry.agent.plugin.settings import NotServed
 from kvferry.agent.sglang.rooms import Rooms
 from kvferry.common.hashing import Purpose, digest
 from kvferry.proxy.wire.registration import WorkReport
-from kvferry.transfer.layout import KVGeometry, LayerView
+from kvferry.transfer.layout import MAX_TEMPLATE_ROWS, KVGeometry, LayerView, split_heads
 from kvferry.transfer.memory import KVPool, pool_of_layers
 
 if TYPE_CHECKING:
@@ -44,7 +44,65 @@ def memory_at(address: int, nbytes: int, device: str) -> torch.Tensor:
     return torch.as_tensor(_DeviceMemory(address, nbytes), device=device)
 
 
-def pool_of(args: Any, device: str) -> KVPool:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadShare:
+    """Which of the KV heads a rank has. What all ranks have, as with MLA, is one head.
+
+    A page holds them token by token, so the KV of one head is a run of bytes for each token. Where that makes
+    too many (`is_whole`), a page is not split, and only ranks of equally many can exchange KV.
+    """
+
+    rank: int
+    num_ranks: int
+    total: int
+    is_whole: bool = False
+
+    @classmethod
+    def of(cls, args: Any, rank: int, num_ranks: int, total: int) -> HeadShare:
+        """`args` is SGLang's `KVArgs`. Raises `NotServed` if the heads are not split evenly."""
+        try:
+            split_heads(total, num_ranks, rank)
+        except ValueError as error:
+            raise NotServed(str(error)) from error
+        runs = len(args.kv_data_ptrs) * args.page_size * total
+        is_whole = total > 1 and runs > MAX_TEMPLATE_ROWS
+        return cls(rank=rank, num_ranks=num_ranks, total=total, is_whole=is_whole)
+
+    @property
+    def heads(self) -> range:
+        """By their number over all ranks."""
+        return split_heads(self.total, self.num_ranks, self.rank)
+
+    @property
+    def runs(self) -> tuple[range, int]:
+        """The heads that a page is split into, and of how many."""
+        return (range(1), 1) if self.is_whole else (self.heads, self.total)
+
+    def sources(self, num_ranks: int) -> dict[int, range]:
+        """Which of this rank's heads to read from which ranks of a server that has so many.
+
+        All ranks that SGLang pairs this one with are named, with no heads where another has the same. Raises
+        ValueError if they do not have all.
+        """
+        per_rank = max(1, num_ranks // self.num_ranks)
+        first = self.rank * num_ranks // self.num_ranks
+        missing = self.heads
+        sources = {}
+        for rank in range(first, first + per_rank):
+            theirs = split_heads(self.total, num_ranks, rank)
+            found = (
+                range(missing.start, min(missing.stop, theirs.stop)) if missing.start in theirs else range(0)
+            )
+            missing = missing[len(found) :]
+            sources[rank] = found
+        if missing:
+            raise ValueError(
+                f"{num_ranks} ranks do not pair with {self.num_ranks}: head {missing[0]} is missing"
+            )
+        return sources
+
+
+def pool_of(args: Any, device: str, share: HeadShare) -> KVPool:
     """A rank's KV: one buffer for each layer's K and each layer's V, or for both, of pages of equal size.
 
     `args` is SGLang's `KVArgs`. Raises `NotServed` for another layout.
@@ -54,13 +112,18 @@ def pool_of(args: Any, device: str) -> KVPool:
         raise NotServed(f"the KV cache's layout is not served: pages of {sorted(items)} bytes")
     [item], [length] = items, lengths
     num_pages = length // item
+    heads, total = share.runs
+    tokens = args.page_size if total > 1 else 1
+    if item % (tokens * len(heads)):
+        raise NotServed(f"the KV cache's layout is not served: pages of {item} bytes for {len(heads)} heads")
+    shape = (num_pages, tokens, len(heads), -1) if tokens > 1 else (num_pages, len(heads), -1)
     views = [
         LayerView(
             name=number.to_bytes(2, "big"),
-            tensor=memory_at(address, length, device)[: num_pages * item].view(num_pages, 1, item),
-            planes=1,
-            heads=range(1),
-            total_heads=1,
+            tensor=memory_at(address, length, device)[: num_pages * item].view(shape),
+            planes=tokens,
+            heads=heads,
+            total_heads=total,
         )
         for number, address in enumerate(args.kv_data_ptrs)
     ]
@@ -70,23 +133,13 @@ def pool_of(args: Any, device: str) -> KVPool:
         raise NotServed(f"the KV cache's layout is not served: {error}") from error
 
 
-def share_of(rank: int, ranks: int, *, is_mla: bool) -> str:
-    """Which part of the KV a rank has, as `geometry_of` takes it.
-
-    With MLA each rank has all, but each leases it, and a lease has one reader: with other numbers of ranks on
-    both sides some would have none, or several.
-    """
-    return f"all heads at {ranks} ranks" if is_mla else f"heads of {rank} of {ranks}"
-
-
-def geometry_of(args: Any, model: Any, *, version: str, share: str) -> KVGeometry:
-    """The shape of one rank's KV, and of the metadata beside it.
+def geometry_of(args: Any, model: Any, *, version: str, share: HeadShare) -> KVGeometry:
+    """The shape of the KV over all ranks, and of the metadata beside it.
 
     Args:
         args: SGLang's `KVArgs`; `model`: its `ModelConfig`.
-        share: Which part of all heads the rank has. A page holds them token by token, so ranks can only
-            exchange KV if they have the same part.
     """
+    heads, total = share.runs
     layout = (
         version,
         args.kv_cache_dtype_str,
@@ -94,14 +147,15 @@ def geometry_of(args: Any, model: Any, *, version: str, share: str) -> KVGeometr
         str(args.kv_layer_ids),
         str(args.aux_item_lens),
     )
+    order = short_digest(Purpose.SGLANG_LAYOUT, *layout)
     return KVGeometry(
         num_layers=len(args.kv_data_ptrs),
-        num_kv_heads=1,
-        head_dim=args.kv_item_lens[0] // args.page_size,
+        num_kv_heads=total,
+        head_dim=args.kv_item_lens[0] // args.page_size // len(heads),
         dtype="uint8",
         block_size=args.page_size,
         rope=f"config {config_digest(model.hf_text_config, Purpose.SGLANG_CONFIG)}",
-        order=f"{short_digest(Purpose.SGLANG_LAYOUT, *layout)} {share}",
+        order=f"{order} heads of {share.rank} of {share.num_ranks}" if share.is_whole else order,
     )
 
 

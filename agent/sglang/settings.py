@@ -70,14 +70,13 @@ def check_version(version: str) -> None:
         raise NotServed(f"SGLang {version} is not served; {', '.join(_SERVED)} is")
 
 
-def check_served(version: str, args: Any, *, defers_release: bool, state_types: Any = ()) -> None:
+def check_served(args: Any, *, defers_release: bool, state_types: Any = ()) -> None:
     """Raise `NotServed` for a configuration (`args`: `ServerArgs`) that is not served.
 
     Args:
         defers_release: Whether SGLang keeps a failed request's pages until they are no longer written to.
         state_types: What the model keeps beside its KV, as SGLang calls it.
     """
-    check_version(version)
     for name, served in _MUST_BE.items():
         value = getattr(args, name, served[0])
         if value not in served:

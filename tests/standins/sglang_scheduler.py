@@ -50,7 +50,7 @@ class CommonKVManager:
         self.local_ip, self.rank_port = "127.0.0.1", 1
         self.request_status: dict[int, int] = {}
         self.failure_records: dict[int, str] = {}
-        self.prefill_info_table: dict[str, Any] = {"prefill": object()}
+        self.prefill_info_table: dict[str, Any] = {"prefill": server_args.prefill_info}
         self.bootstrap_table: list[dict[str, Any]] = server_args.bootstrap_table
         if mode is Mode.PREFILL:
             self.register_to_bootstrap()
@@ -119,7 +119,15 @@ class CommonKVReceiver:
         mgr.update_status(bootstrap_room, BOOTSTRAPPING)
 
     def init(self, prefill_dp_rank: int) -> None:
-        self.bootstrap_infos = [self.kv_mgr.bootstrap_table[self.kv_mgr.attn_tp_rank]]
+        self.prefill_info = self.kv_mgr.prefill_info_table[self.bootstrap_addr]
+        theirs, ours = self.prefill_info.attn_tp_size, self.kv_mgr.attn_tp_size
+        rank, each = self.kv_mgr.attn_tp_rank, max(1, theirs // ours)
+        first = rank // (ours // theirs) if ours > theirs else rank * each
+        self.bootstrap_infos = [
+            self.kv_mgr.bootstrap_table[target]
+            | {"is_dummy": bool(self.kv_mgr.is_mla_backend) and target != first}
+            for target in range(first, first + each)
+        ]
         assert self._register_kv_args()
         self.kv_mgr.update_status(self.bootstrap_room, WAITING_FOR_INPUT)
 

@@ -29,7 +29,7 @@ async def test_ranks_that_disagree_leave_nothing_in_use_and_answer_nothing_wrong
     asked = bodies_of(REQUESTS, chat=False)
     async with sglang_server("plain", None, tmp_path) as plain, session() as http:
         wanted = await answers(http, plain.url, asked)
-    async with started(tmp_path, tp=2, settings=SETTINGS) as stack:
+    async with started(tmp_path, ranks=(2, 2), settings=SETTINGS) as stack:
         gate = asyncio.Semaphore(CONCURRENCY)
         found: Counter[str] = Counter()
 

@@ -84,9 +84,9 @@ def in_use(load: dict[str, Any]) -> dict[str, int]:
 
 
 @asynccontextmanager
-async def started(log_dir: Path, **settings: Any) -> AsyncIterator[Stack]:
-    """A proxy, and two servers that announce themselves to it. The proxy waits long for pings, for a decode
-    server that is stopped sends none.
+async def started(log_dir: Path, *, ranks: tuple[int, int] = (1, 1), **settings: Any) -> AsyncIterator[Stack]:
+    """A proxy, and two servers of so many ranks that announce themselves to it. The proxy waits long for
+    pings, for a decode server that is stopped sends none.
     """
     async with AsyncExitStack() as stack:
         stack.enter_context(patch.dict(os.environ, {"KVFERRY_TEST_PATIENCE": "6"}))
@@ -95,8 +95,8 @@ async def started(log_dir: Path, **settings: Any) -> AsyncIterator[Stack]:
         stack.push_async_callback(proxy.stop)
         discovery = f"127.0.0.1:{proxy.listening['discovery_port']}"
         starting = [
-            stack.enter_async_context(sglang_server(role, role, log_dir, proxy=discovery, **settings))
-            for role in ("prefill", "decode")
+            stack.enter_async_context(sglang_server(role, role, log_dir, proxy=discovery, tp=tp, **settings))
+            for role, tp in zip(("prefill", "decode"), ranks, strict=True)
         ]
         prefill, decode = await asyncio.gather(*starting)
         http = await stack.enter_async_context(session())
@@ -132,11 +132,12 @@ def wanted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Answer]]:
     return found
 
 
-@pytest.mark.parametrize(("transfer", "tp"), [("tcp", 1), ("nixl", 1), ("tcp", 2)])
+@pytest.mark.parametrize("ranks", [(1, 1), (2, 2), (1, 2), (2, 1)], ids="{0[0]}-{0[1]}".format)
+@pytest.mark.parametrize("transfer", ["tcp", "nixl"])
 async def test_a_pair_answers_as_one_server_does(
-    transfer: str, tp: int, wanted: dict[str, list[Answer]], tmp_path: Path
+    transfer: str, ranks: tuple[int, int], wanted: dict[str, list[Answer]], tmp_path: Path
 ) -> None:
-    async with started(tmp_path, transfer=transfer, tp=tp) as stack:
+    async with started(tmp_path, transfer=transfer, ranks=ranks) as stack:
         for chat in (False, True):
             for stream in (False, True):
                 asked = bodies_of(PROMPTS, chat=chat, stream=stream)

@@ -63,11 +63,11 @@ def wanted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[bool, 
     return found
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("ranks", [(1, 1), (2, 2), (1, 2), (2, 1)], ids="{0[0]}-{0[1]}".format)
 async def test_a_model_with_mla(
-    tp: int, model: Path, wanted: dict[bool, list[Answer]], tmp_path: Path
+    ranks: tuple[int, int], model: Path, wanted: dict[bool, list[Answer]], tmp_path: Path
 ) -> None:
-    async with started(tmp_path, tp=tp, model=model, settings=SETTINGS) as stack:
+    async with started(tmp_path, ranks=ranks, model=model, settings=SETTINGS) as stack:
         for chat, expected in wanted.items():
             found = await answers(stack.http, stack.proxy_url, bodies_of(PROMPTS, chat=chat))
             assert_all_equal(found, expected)
