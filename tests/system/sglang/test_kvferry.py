@@ -43,6 +43,8 @@ LATE_TOKENS = 200
 FILLERS = [{"text": f"{number} " * 120, "sampling_params": {"max_new_tokens": 1}} for number in range(8)]
 """Prompts that together take all pages of a pool of `LATE_POOL` tokens."""
 GREEDY = {"temperature": 0}
+END = "<|end|>"
+"""The model's token that ends a text."""
 NONE_IN_USE_S = 30.0
 EXPIRED = "the lease expired"
 """In a prefill server's log."""
@@ -114,6 +116,17 @@ def late_bodies() -> list[dict[str, Any]]:
     return [body(prompt.prompt, chat=False) | GREEDY for prompt in short[:LATE]]
 
 
+def without_ends(given: list[Answer]) -> list[Answer]:
+    """Without the token that ends a text: in a streamed chat SGLang only gives its log probability if it
+    comes in one event with the token before.
+    """
+    for answer in given:
+        for index, tokens in answer.tokens.items():
+            if tokens[-1:] == [END]:
+                del tokens[-1], answer.logprobs[index][-1]
+    return given
+
+
 @pytest.fixture(scope="module")
 def wanted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Answer]]:
     """What one plain server answers."""
@@ -124,7 +137,7 @@ def wanted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Answer]]:
             found = {"late": await answers(http, plain.url, late_bodies())}
             for chat, stream in product((False, True), repeat=2):
                 asked = bodies_of(PROMPTS, chat=chat, stream=stream)
-                found[f"{chat=} {stream=}"] = await answers(http, plain.url, asked)
+                found[f"{chat=} {stream=}"] = without_ends(await answers(http, plain.url, asked))
             return found
 
     found = asyncio.run(ask())
@@ -142,10 +155,11 @@ async def test_a_pair_answers_as_one_server_does(
             for stream in (False, True):
                 asked = bodies_of(PROMPTS, chat=chat, stream=stream)
                 expected = wanted[f"{chat=} {stream=}"]
-                assert_all_equal(await answers(stack.http, stack.proxy_url, asked), expected)
+                found = without_ends(await answers(stack.http, stack.proxy_url, asked))
+                assert_all_equal(found, expected)
             several = bodies_of(PROMPTS, chat=chat, n=3)
-            for found, one in zip(await answers(stack.http, stack.proxy_url, several), expected, strict=True):
-                assert found.texts == dict.fromkeys(range(3), one.texts[0])
+            for three, one in zip(await answers(stack.http, stack.proxy_url, several), expected, strict=True):
+                assert three.texts == dict.fromkeys(range(3), one.texts[0])
         await stack.settled()
         assert "cannot be used" not in stack.decode.log.read_text(errors="replace")
 
