@@ -35,7 +35,7 @@ from kvferry.agent.ids import host_id, mint_incarnation
 from kvferry.agent.plugin.plane_thread import PlaneThread, api_process
 from kvferry.agent.plugin.settings import PluginSettings
 from kvferry.agent.process.run_dir import private_run_dir
-from kvferry.agent.sglang.rooms import Fetch, Loan, Rooms, Source
+from kvferry.agent.sglang.rooms import Fetch, Loan, ProducerRank, Rooms
 from kvferry.agent.sglang.server import (
     HeadShare,
     SchedulerLoad,
@@ -330,7 +330,7 @@ class KvferryReceiver(CommonKVReceiver):
             return
         self._fetch = self.kv_mgr.rooms.hold(self.bootstrap_room, sources)
 
-    def _source(self, rank: int, heads: range, info: Mapping[str, Any]) -> Source:
+    def _source(self, rank: int, heads: range, info: Mapping[str, Any]) -> ProducerRank:
         """`info`: what SGLang's bootstrap server knows of a rank of the prefill server."""
         share = self.kv_mgr.share
         host, _, incarnation = info["rank_ip"].partition("#")
@@ -344,7 +344,7 @@ class KvferryReceiver(CommonKVReceiver):
             heads=(heads[0], heads[-1]) if is_part else None,
             num_readers=max(1, share.num_ranks // self.prefill_info.attn_tp_size),
         )
-        return Source(rank, prompt, is_read=bool(heads))
+        return ProducerRank(rank, prompt, is_read=bool(heads))
 
     @property
     def _is_in_pieces(self) -> bool:

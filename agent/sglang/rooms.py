@@ -43,7 +43,7 @@ class Loan:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ProducerRank:
     """One rank of the producer that leases its share of a prompt. `is_read`: there is something to read
     there; else its lease only has to end well, for another rank has the same.
     """
@@ -63,7 +63,7 @@ class Fetch:
     """
 
     room: int
-    sources: tuple[Source, ...]
+    sources: tuple[ProducerRank, ...]
     reading: set[str] = field(default_factory=set)
     is_over: bool = False
     failure: str = ""
@@ -146,7 +146,7 @@ class Rooms:
 
     # Prompts that are fetched.
 
-    def hold(self, room: int, sources: Sequence[Source]) -> Fetch:
+    def hold(self, room: int, sources: Sequence[ProducerRank]) -> Fetch:
         """Keep a prompt's leases, once there are any, until there are pages to fetch it into."""
         fetch = Fetch(room, tuple(sources), held_until=self._clock() + self._hold_timeout_s)
         if room in self._fetches:

@@ -557,4 +557,6 @@ def move(prefill: Any, decode: Any) -> None:
 
     other = prefill.add(6, IDS), decode.add(6, [*IDS[:-1], 99])
     until(lambda: other[1].error, prefill.step, decode.step)
-    assert "mismatch" in str(other[1].error), "another prompt of the same length"
+    # Of two readers of a lease the first that notices ends it for the other.
+    expected = ("mismatch", "lease_finished") if len(decode.managers) > len(prefill.managers) else "mismatch"
+    assert str(other[1].error).startswith(expected), "another prompt of the same length"
