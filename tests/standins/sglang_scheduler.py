@@ -224,6 +224,8 @@ class Request:
     ends: list[Any] = field(default_factory=list)
     """Its sender or receiver at each rank."""
     pages: list[int] = field(default_factory=list)
+    """While they are allocated."""
+    had_pages: list[int] = field(default_factory=list)
     aux_index: int = 0
     error: str | None = None
     finished_reason: None = None
@@ -265,7 +267,7 @@ class _Scheduler:
         self._rows = 0
 
     def _allocate(self, request: Request) -> None:
-        request.pages = [self.free.pop() for _ in range(request.num_pages)]
+        request.pages = request.had_pages = [self.free.pop() for _ in range(request.num_pages)]
         self._rows += 1
         request.aux_index = self._rows % 4
 

@@ -544,10 +544,8 @@ def move(prefill: Any, decode: Any) -> None:
         if manager.is_mla_backend:
             pages[:] = first
     lent, fetched = prefill.add(5, IDS), decode.add(5, IDS)
-    prefill.step()
-    decode.step()
-    pages = list(lent.pages), list(fetched.pages)
     until(lambda: lent.is_done and fetched.is_done, prefill.step, decode.step)
+    pages = lent.had_pages, fetched.had_pages
     source, target = memory_of(prefill), memory_of(decode)
     assert np.array_equal(source[:, pages[0]], target[:, pages[1]])
     for manager in decode.managers:
