@@ -88,8 +88,8 @@ DEFECTS = (
     Defect(
         sentence="Anybody may open what was lent to one agent.",
         file="transfer/producer/lease.py",
-        old="            lease.reader = consumer\n        return effects\n\n    def advance",
-        new="            lease.reader = None\n        return effects\n\n    def advance",
+        old="            lease.readers.add(consumer)\n        return effects\n\n    def advance",
+        new="            lease.readers.discard(consumer)\n        return effects\n\n    def advance",
         tests=(LEASE,),
     ),
     Defect(
@@ -115,7 +115,7 @@ DEFECTS = (
     ),
     Defect(
         sentence="A prefix is shared by requests of any salt.",
-        file="agent/engine/blocks.py",
+        file="agent/block_hashes.py",
         old="digest(Purpose.PREFIX_ROOT, salt, size",
         new="digest(Purpose.PREFIX_ROOT, size",
         tests=(HASHES,),
@@ -299,8 +299,8 @@ DEFECTS = (
     Defect(
         sentence="A second reader may open a lease that has one.",
         file="transfer/producer/lease.py",
-        old="if lease.reader not in (None, consumer):",
-        new="if lease.reader is Ellipsis:",
+        old="if num_readers != self.num_readers or not self.may_read(consumer):",
+        new="if num_readers != self.num_readers:",
         tests=(LEASE,),
     ),
     Defect(
