@@ -42,7 +42,7 @@ from tests.system.vllm.test_kvferry import (
 
 PROMPTS = 30
 RETRIES = "kvferry_proxy_retries_total"
-LEASE_S = 60
+LEASE_S = 300
 """Nothing is late, however many engines share the cores."""
 TURNS = ("--prefill-policy", "round_robin", "--decode-policy", "round_robin")
 """So that each rank has its share: by what they measure, the slower of two would have less."""
