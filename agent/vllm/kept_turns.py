@@ -58,7 +58,8 @@ class KeptTurns:
         count, most = computed // self._block_size, int(_MOST * self._num_blocks)
         if not 0 < count <= len(blocks) <= most:
             return False
-        self._end_oldest(lambda: self.num_blocks + len(blocks) > most)
+        while self.num_blocks + len(blocks) > most:
+            self._end_oldest()
         hashes = prefix_hashes(request, request.all_token_ids[: count * self._block_size], self._block_size)
         self._kept[request.request_id] = len(blocks)
         self._plane.keep(request.request_id, blocks[:count], hashes, keep_s)
@@ -72,8 +73,7 @@ class KeptTurns:
     def make_room(self) -> None:
         """Free the oldest if vLLM has few free blocks."""
         if self._kept and not self._ending and self._free_blocks() < _FEW_FREE * self._num_blocks:
-            ends = iter((True, False))
-            self._end_oldest(lambda: next(ends))
+            self._end_oldest()
 
     def ended(self, key: str) -> None:
         """Note that the blocks of a request may be freed."""
@@ -85,11 +85,10 @@ class KeptTurns:
         self._ending.update(self._kept)
         self._plane.drop_kept(list(self._kept))
 
-    def _end_oldest(self, goes_on: Callable[[], bool]) -> None:
-        for key in list(self._kept):
-            if key not in self._ending and goes_on():
-                self._ending.add(key)
-                self._plane.end_kept(key)
+    def _end_oldest(self) -> None:
+        key = next(each for each in self._kept if each not in self._ending)
+        self._ending.add(key)
+        self._plane.end_kept(key)
 
 
 def prefix_hashes(request: Any, ids: Sequence[int], block_size: int) -> list[bytes]:

@@ -258,6 +258,7 @@ def test_the_oldest_goes_when_vllm_has_few_free_blocks() -> None:
     engine = Engine()
     decoded(engine, "a")
     decoded(engine, "b")
+    decoded(engine, "c")
     engine.vllm.step()
     assert not engine.plane.ended
     big = engine.vllm.add(VllmRequest("big", prompt(BLOCK * (len(engine.vllm.free) - 2))))
@@ -268,8 +269,8 @@ def test_the_oldest_goes_when_vllm_has_few_free_blocks() -> None:
     engine.vllm.step()
     engine.vllm.finish(big)
     engine.scheduler.reset()
-    assert engine.plane.dropped_kept == ["b"]
-    engine.plane.events.append(KeptEnded(key="b"))
+    assert engine.plane.dropped_kept == ["b", "c"]
+    engine.plane.events += [KeptEnded(key="b"), KeptEnded(key="c")]
     engine.vllm.step()
     engine.check_all_free()
 
