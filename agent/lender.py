@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
+
+K = TypeVar("K")
 
 PAUSE_S, MAX_PAUSE_S = 30.0, 960.0
 """How long an agent is not asked after a failure, doubled with each failure upon another up to the second:
@@ -34,3 +37,11 @@ class Lender:
         if now >= self.paused_until:
             self.has_answered, self.paused_until = False, now + self.next_pause_s
             self.next_pause_s = min(2 * self.next_pause_s, MAX_PAUSE_S)
+
+
+def find_lender(lenders: dict[K, Lender], key: K) -> Lender:
+    """Return one of them; a new one may replace the oldest."""
+    lender = lenders.setdefault(key, Lender())
+    if len(lenders) > MAX_LENDERS:
+        del lenders[next(iter(lenders))]
+    return lender

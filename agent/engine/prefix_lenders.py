@@ -6,7 +6,7 @@ from __future__ import annotations
 from kvferry.agent.block_hashes import BlockHash
 from kvferry.agent.engine.admission import Limits
 from kvferry.agent.engine.sequence import Sequence
-from kvferry.agent.lender import MAX_LENDERS, Lender
+from kvferry.agent.lender import Lender, find_lender
 from kvferry.agent.messages.requests import PrefixSource
 from kvferry.transfer.plane import MAX_LOAN_BLOCKS
 
@@ -35,7 +35,4 @@ class KnownLenders:
 
     def find(self, source: PrefixSource) -> Lender:
         """Return what is remembered of an agent."""
-        lender = self._lenders.setdefault(source, Lender())
-        if len(self._lenders) > MAX_LENDERS:
-            del self._lenders[next(iter(self._lenders))]
-        return lender
+        return find_lender(self._lenders, source)

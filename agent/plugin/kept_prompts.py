@@ -11,10 +11,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import msgspec
 
+from kvferry.transfer.connector import SchedulerConnector
 from kvferry.transfer.events import LeaseEnded, LoanRequested
 
 
@@ -22,16 +22,6 @@ class KeptEnded(msgspec.Struct, frozen=True, kw_only=True):
     """Nothing reads what was kept under this key, and its blocks may be freed."""
 
     key: str
-
-
-class GrantingPlane(Protocol):
-    """Of the plane (`SchedulerConnector`)."""
-
-    def grant_prefix(
-        self, transfer_id: str, block_ids: Sequence[int], num_tokens: int, ids_hash: str
-    ) -> bool: ...
-
-    def drop(self, transfer_id: str) -> bool: ...
 
 
 @dataclass(eq=False, slots=True)
@@ -53,7 +43,7 @@ class KeptPrompts:
         ended: Called with each key once.
     """
 
-    def __init__(self, plane: GrantingPlane, block_size: int, ended: Callable[[str], None]) -> None:
+    def __init__(self, plane: SchedulerConnector, block_size: int, ended: Callable[[str], None]) -> None:
         self._plane = plane
         self._block_size = block_size
         self._ended = ended

@@ -23,11 +23,11 @@ import msgspec
 import numpy as np
 
 from kvferry.agent.announce.work_counts import WorkCounts
-from kvferry.agent.lender import MAX_LENDERS, Lender
+from kvferry.agent.lender import Lender, find_lender
 from kvferry.agent.plugin.kept_prompts import KeptEnded
 from kvferry.agent.plugin.plane_thread import Event, LeaseRefused
-from kvferry.agent.vllm.identity import adapter_of
-from kvferry.agent.vllm.kept_turns import Keeper, KeptTurns, has_plain_ids, prefix_hashes
+from kvferry.agent.vllm.identity import adapter_of_request
+from kvferry.agent.vllm.kept_turns import Keeper, KeptTurns, has_ids, has_plain_ids, prefix_hashes
 from kvferry.agent.vllm.kv_groups import KvGroup, runs_of
 from kvferry.agent.vllm.params import (
     BadParams,
@@ -303,12 +303,12 @@ class KvferryConnectorScheduler:
             self._figures["aborted_before_admission"] += 1
             return task if self._fetches_prompts else None
         if isinstance(task, FetchPrompt):
-            usable = self._fetches_prompts and _has_ids(request)
+            usable = self._fetches_prompts and has_ids(request)
             if not usable or task.remote_num_tokens > len(request.prompt_token_ids):
                 self._figures["bad_params"] += 1
                 log.warning("request %s cannot use KV of another server here", request.request_id)
                 return None
-        elif isinstance(task, LendPrompt) and not (self._lends and _has_ids(request)):
+        elif isinstance(task, LendPrompt) and not (self._lends and has_ids(request)):
             self._figures["bad_params"] += 1
             log.warning("request %s cannot lend its KV", request.request_id)
             return None
@@ -366,9 +366,7 @@ class KvferryConnectorScheduler:
         first = num_computed // self._block_size
         # Its last token is computed here, to sample from it.
         missing = (len(request.prompt_token_ids) - 1) // self._block_size - first
-        lender = self._lenders.setdefault(source.remote_engine_id, Lender())
-        if len(self._lenders) > MAX_LENDERS:
-            del self._lenders[next(iter(self._lenders))]
+        lender = find_lender(self._lenders, source.remote_engine_id)
         enough = missing * self._block_size >= max(source.min_tokens, self._block_size)
         if not enough or not lender.may_be_asked(self._clock()) or request.get_skip_reading_prefix_cache():
             return None
@@ -666,10 +664,8 @@ class KvferryConnectorScheduler:
 def prompt_hash(request: Any, num_tokens: int) -> str:
     """A hash of all that the KV of a prompt's first tokens depends on, but for the weights."""
     ids = np.asarray(request.prompt_token_ids[:num_tokens], dtype="<i8").tobytes()
-    lora = getattr(request, "lora_request", None)
-    adapter = "" if lora is None else adapter_of(lora.lora_name, lora.lora_path)
     features = (each.identifier for each in getattr(request, "mm_features", None) or ())
-    return digest(Purpose.VLLM_PROMPT, ids, adapter, *features, size=16).hex()
+    return digest(Purpose.VLLM_PROMPT, ids, adapter_of_request(request), *features, size=16).hex()
 
 
 def leave_last_token(request: Any) -> None:
@@ -697,8 +693,3 @@ def _is_aborted(request: Any) -> bool:
     or the API server rejected it.
     """
     return bool(getattr(request, "abort_immediately", False))
-
-
-def _has_ids(request: Any) -> bool:
-    """Whether the prompt is tokens, and not embeddings."""
-    return bool(request.prompt_token_ids) and getattr(request, "prompt_embeds", None) is None

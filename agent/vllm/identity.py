@@ -90,6 +90,12 @@ def adapter_of(name: str, path: str) -> str:
     return short_digest(Purpose.VLLM_ADAPTER, name, kind, what)
 
 
+def adapter_of_request(request: Any) -> str:
+    """`adapter_of` a request's LoRA adapter; "" if it has none."""
+    lora = getattr(request, "lora_request", None)
+    return "" if lora is None else adapter_of(lora.lora_name, lora.lora_path)
+
+
 def tokenizer_of(config: Any) -> str:
     """16 hex digits: equal for equal tokenizers of a local directory; else of its name and revision."""
     model = config.model_config

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from kvferry.agent.block_hashes import hash_blocks
-from kvferry.agent.vllm.identity import adapter_of
+from kvferry.agent.vllm.identity import adapter_of_request
 
 _MOST = 0.25
 _FEW_FREE = 0.1
@@ -95,13 +95,15 @@ def prefix_hashes(request: Any, ids: Sequence[int], block_size: int) -> list[byt
     """A hash of each full block of these first tokens of a request, of all that its KV depends on but for the
     weights: the tokens up to its end, the adapter and the salt.
     """
-    lora = getattr(request, "lora_request", None)
-    adapter = "" if lora is None else adapter_of(lora.lora_name, lora.lora_path)
-    salt = getattr(request, "cache_salt", None) or ""
-    return list(hash_blocks(ids, block_size, salt=f"{len(adapter)} {adapter} {salt}"))
+    adapter, salt = adapter_of_request(request), getattr(request, "cache_salt", None) or ""
+    return hash_blocks(ids, block_size, salt=f"{len(adapter)} {adapter} {salt}")
 
 
 def has_plain_ids(request: Any) -> bool:
     """Whether ids are all of the prompt: those of an image's place say nothing of the image."""
-    has_ids = bool(request.prompt_token_ids) and getattr(request, "prompt_embeds", None) is None
-    return has_ids and not getattr(request, "mm_features", None)
+    return has_ids(request) and not getattr(request, "mm_features", None)
+
+
+def has_ids(request: Any) -> bool:
+    """Whether the prompt is tokens, and not embeddings."""
+    return bool(request.prompt_token_ids) and getattr(request, "prompt_embeds", None) is None

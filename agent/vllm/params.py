@@ -19,10 +19,6 @@ from kvferry.transfer.plane import RemotePrompt
 MAX_HOST_CHARS = 255
 """As in the DNS."""
 _TransferId = Annotated[str, Meta(min_length=1, max_length=MAX_ID_CHARS, pattern="^[!-~]+$")]
-_EngineId = Annotated[str, Meta(min_length=1, max_length=MAX_ID_CHARS)]
-_Host = Annotated[str, Meta(min_length=1, max_length=MAX_HOST_CHARS)]
-_Port = Annotated[int, Meta(ge=1, le=65535)]
-_Rank = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 _Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 
 
@@ -30,20 +26,17 @@ class BadParams(ValueError):
     """The request's `kv_transfer_params` are not what a proxy sends."""
 
 
-class LenderAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """A server that may have kept the KV of the prompt's beginning. Fewer than `min_tokens` that are missing
-    here are not worth asking for.
-    """
+class RemoteServer(msgspec.Struct, frozen=True, kw_only=True):
+    """A server that may have a prompt's KV."""
 
-    remote_engine_id: _EngineId
-    remote_host: _Host
-    remote_port: _Port
+    remote_engine_id: Annotated[str, Meta(min_length=1, max_length=MAX_ID_CHARS)]
+    remote_host: Annotated[str, Meta(min_length=1, max_length=MAX_HOST_CHARS)]
+    remote_port: Annotated[int, Meta(ge=1, le=65535)]
     remote_tp_size: _Count
-    remote_dp_rank: _Rank = 0
-    min_tokens: _Count
+    remote_dp_rank: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
 
     def prompt(self, num_tokens: int) -> RemotePrompt:
-        """So many tokens of it, as the transfer plane addresses them."""
+        """So many tokens of one, as the transfer plane addresses them."""
         return RemotePrompt(
             engine_id=self.remote_engine_id,
             host=self.remote_host,
@@ -52,6 +45,14 @@ class LenderAddress(msgspec.Struct, frozen=True, kw_only=True):
             tp_size=self.remote_tp_size,
             dp_rank=self.remote_dp_rank,
         )
+
+
+class LenderAddress(RemoteServer, frozen=True, kw_only=True):
+    """It may have kept the prompt's beginning. Fewer than `min_tokens` that are missing here are not worth
+    asking for.
+    """
+
+    min_tokens: _Count
 
 
 class LendPrompt(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,7 +67,7 @@ class LendPrompt(msgspec.Struct, frozen=True, kw_only=True):
     prefix_source: LenderAddress | None = None
 
 
-class FetchPrompt(msgspec.Struct, frozen=True, kw_only=True):
+class FetchPrompt(RemoteServer, frozen=True, kw_only=True):
     """A decode leg: the prompt's KV is at a prefill server.
 
     `keep_s`: for how many seconds the KV of the prompt and the answer is kept after the end, to be lent to
@@ -74,24 +75,12 @@ class FetchPrompt(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     transfer_id: _TransferId
-    remote_engine_id: _EngineId
-    remote_host: _Host
-    remote_port: _Port
     remote_num_tokens: _Count
-    remote_tp_size: _Count
-    remote_dp_rank: _Rank = 0
     keep_s: Annotated[float, Meta(ge=0.0, le=MAX_KEEP_S)] = 0.0
 
     @property
     def source(self) -> RemotePrompt:
-        return RemotePrompt(
-            engine_id=self.remote_engine_id,
-            host=self.remote_host,
-            port=self.remote_port,
-            num_tokens=self.remote_num_tokens,
-            tp_size=self.remote_tp_size,
-            dp_rank=self.remote_dp_rank,
-        )
+        return self.prompt(self.remote_num_tokens)
 
 
 class DropPrompt(msgspec.Struct, frozen=True, kw_only=True):
