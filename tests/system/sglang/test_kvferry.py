@@ -258,7 +258,9 @@ async def test_nothing_stays_in_use_when_clients_leave_or_servers_stop(
         # A decode server that stops: its prompts' leases expire, and it goes on right. For longer, and the
         # proxy would have tried each prompt as often as it may.
         asking = asyncio.create_task(answers(stack.http, stack.proxy_url, late_bodies()[:16]))
-        await asyncio.sleep(0.3)
+        async with asyncio.timeout(NONE_IN_USE_S):
+            while not await inflight(stack):
+                await asyncio.sleep(0.02)
         with stack.decode.schedulers_stopped():
             async with asyncio.timeout(NONE_IN_USE_S):
                 while EXPIRED not in stack.prefill.log.read_text(errors="replace"):

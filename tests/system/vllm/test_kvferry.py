@@ -214,11 +214,12 @@ async def test_servers_measure_their_work_for_the_signals_to_scale_by(tmp_path: 
                 total(page, WANTED, role=role) for role in ("prefill", "decode")
             ):
                 await asyncio.sleep(0.1)
-            while total(page := await scrape(stack.proxy_url), "kvferry_proxy_prefill_backlog_seconds"):
+            while total(rested := await scrape(stack.proxy_url), "kvferry_proxy_prefill_backlog_seconds"):
                 await asyncio.sleep(0.1)
+        # Soon none is wanted any more, so it is the page before that shows what the load asked for.
         for role in ("prefill", "decode"):
             assert 0.0 < total(page, WANTED, role=role, model=MODEL) < 2.0, "four at a time, answered at once"
-        assert total(page, "kvferry_proxy_decode_pressure", model=MODEL) == 0.0
+        assert total(rested, "kvferry_proxy_decode_pressure", model=MODEL) == 0.0
 
 
 async def test_streams_begin_with_the_prefills_token_and_outlive_their_decode_server(tmp_path: Path) -> None:
