@@ -42,8 +42,10 @@ BLOCK = 32
 ANSWER = 12
 LEASE_S = 60
 """Longer than a busy machine stands still."""
-LENGTHS = (2, 5, 31, 32, 33, 63, 64, 65, 95, 96, 97, 100, 127, 128, 129, 159, 160, 200, 256, 321, 640)
-"""Among them multiples of a block and of a chunk, and k blocks + W − 1, where a window loses a block."""
+LENGTHS = (2, 5, 31, 32, 33, 63, 64, 65, 95, 96, 97, 100, 127, 128, 129, 159, 160, 200, 256, 321, 640, 1008)
+"""Among them multiples of a block and of a chunk, k blocks + W − 1, where a window loses a block, and what
+leaves as much of the context as an answer may take.
+"""
 OTHERS = 9
 TRIES = 20
 """Prompts from which one is taken."""

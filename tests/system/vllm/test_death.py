@@ -21,6 +21,7 @@ from urllib.parse import quote
 
 import aiohttp
 import psutil
+import pytest
 
 from tests.helpers.client import Answer, RequestFailed, StreamCut, complete, heldout, session
 from tests.helpers.metrics import PAGE_AGE_S, scrape, total
@@ -29,7 +30,7 @@ from tests.helpers.waiting import patient
 from tests.system.test_rolling import ROLES, Fleet
 from tests.system.vllm.fleet import VllmFleet
 from tests.system.vllm.servers import MARKS, MODEL
-from tests.system.vllm.test_breadth import models
+from tests.system.vllm.test_breadth import CASES, models
 
 LEASE_S = 5.0
 CAUGHT = 4
@@ -68,13 +69,17 @@ async def test_any_process_of_either_server_is_killed_in_the_midst_of_a_pull(tmp
         await killed(fleet, http, [(role, kind, "pulled") for role in ROLES for kind in TITLES])
 
 
-async def test_any_process_of_servers_with_several_groups_is_killed(models: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["gemma3", "gpt_oss", "llama4", "mistral", "nemotron_h"])
+async def test_any_process_of_servers_with_several_groups_is_killed(
+    name: str, models: Path, tmp_path: Path
+) -> None:
     """Each role at each moment, and each kind of process at each."""
     moments = [
         *(("prefill", "worker", "held"), ("prefill", "engine", "pulled"), ("prefill", "api", "decoded")),
         *(("decode", "worker", "decoded"), ("decode", "engine", "held"), ("decode", "api", "pulled")),
     ]
-    async with VllmFleet(tmp_path, FLAGS, OTHERS, model=models / "gemma3") as fleet, session() as http:
+    settings: dict[str, Any] = {"model": models / name, "words": CASES[name].words}
+    async with VllmFleet(tmp_path, FLAGS, OTHERS, **settings) as fleet, session() as http:
         await killed(fleet, http, moments)
 
 
