@@ -14,7 +14,7 @@ from tests.abuse.attacks import CHAT, COMPLETIONS, check_refused, check_served, 
 from tests.abuse.raw import REPLY_S, Reply, exchange, post
 from tests.helpers.commands import PROXY
 from tests.standins.engines import SERVERS, Fabric
-from tests.system.conftest import StartAgent
+from tests.system.conftest import StartAgent, wait_ready
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
 
@@ -103,6 +103,7 @@ async def test_a_limited_key_does_not_make_tokens_by_leaving(
     proxy = await start_process("limited", argv, log_dir / "limited")
     try:
         async with start_agent("--proxy", f"127.0.0.1:{proxy.listening['discovery_port']}"):
+            await wait_ready(proxy)
 
             async def ask(key: str, reply_s: float, **fields: Any) -> Reply | None:
                 body = completion(**fields)
