@@ -14,7 +14,7 @@ from kvferry.proxy.wire.registration import Role
 from kvferry.transfer.net import CannotBind, check_can_bind
 
 _OLDEST, _NEWEST = (0, 24), (0, 33)
-_HYBRIDS_SINCE = (0, 30)
+HYBRIDS_SINCE = (0, 30)
 _OF_SEVERAL_ENGINES = re.compile(r"_dp\d+$")
 """What vLLM appends to the engine_id of each data-parallel engine, the first too."""
 
@@ -105,5 +105,5 @@ def check_served(version: str, config: Any) -> None:
         raise NotServed("enable_sleep_mode is not served: KV of other weights must not be proven right")
     if getattr(cache, "calculate_kv_scales", False):
         raise NotServed("calculate_kv_scales is not served: two servers would not agree on them")
-    if release_of(version) < _HYBRIDS_SINCE and getattr(model, "is_hybrid", False):
+    if release_of(version) < HYBRIDS_SINCE and getattr(model, "is_hybrid", False):
         raise NotServed(f"{model.model} keeps states (a hybrid model), which is served from vLLM 0.30 on")

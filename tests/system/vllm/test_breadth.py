@@ -20,7 +20,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from kvferry.agent.vllm.settings import release_of
+from kvferry.agent.vllm.settings import HYBRIDS_SINCE, release_of
 from tests.helpers.client import heldout, session
 from tests.helpers.servers import free_port
 from tests.system.vllm.servers import MARKS, MODEL, ON_GPU, PYTHON, ROOT, TRANSFER, VllmServer, vllm_server
@@ -50,7 +50,6 @@ leaves as much of the context as an answer may take.
 OTHERS = 9
 TRIES = 20
 """Prompts from which one is taken."""
-HYBRIDS_SINCE = (0, 30)
 WHOLE_PROMPTS = "vllm:kvferry_whole_prompts_total"
 
 

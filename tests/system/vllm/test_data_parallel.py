@@ -32,6 +32,7 @@ from tests.system.vllm.test_kvferry import (
     FAILED,
     GENERATED,
     RECOMPUTED,
+    STARVED_LEASE_S,
     TRANSFERS,
     Stack,
     answers,
@@ -42,8 +43,6 @@ from tests.system.vllm.test_kvferry import (
 
 PROMPTS = 30
 RETRIES = "kvferry_proxy_retries_total"
-LEASE_S = 300
-"""Nothing is late, however many engines share the cores."""
 TURNS = ("--prefill-policy", "round_robin", "--decode-policy", "round_robin")
 """So that each rank has its share: by what they measure, the slower of two would have less."""
 PATIENT = ("--queue-timeout-s", "600")
@@ -67,7 +66,7 @@ async def with_ranks(stack: AsyncExitStack, log_dir: Path, dp: tuple[int, int]) 
             name,
             role,
             log_dir,
-            lease_s=LEASE_S,
+            lease_s=STARVED_LEASE_S,
             proxy=discovery,
             words=("--data-parallel-size", str(ranks)) if ranks > 1 else (),
         )
