@@ -4,7 +4,7 @@
 Each system is asked at each rate, and with each trace, one system after the other. Those of two servers that
 can do both share them: each has a proxy of its own, which pins their roles. The steps
 `same` and `late` take our systems, `decode` and `timeline` the first of them; `turning` has a server on each
-GPU, in every split. vLLM is what PYTHON has
+GPU, in every split, and so has `conversations`, half of them for prefills. vLLM is what PYTHON has
 installed; kvferry has to be importable there (docs/engines/vllm.md). The exit status is 1 if requests failed,
 or if a step broke off; what it had found by then is written.
 """
@@ -23,6 +23,7 @@ from typing import Any, get_args
 import aiohttp
 
 from benchmarks.pd.check import late_readers, same_answers
+from benchmarks.pd.conversations import converse
 from benchmarks.pd.decode_steps import decode_steps
 from benchmarks.pd.fleet import (
     KINDS,
@@ -63,30 +64,32 @@ MOST_PROMPT = 15_000
 Found = dict[str, dict[str, Any]]
 """The figures of a step, by run or system. A step that breaks off leaves what it has found."""
 SYSTEMS = ["kvferry-cuda_ipc", "by-hand", "auto", "auto-both", "nixl", "together", "kvferry-nixl"]
+CONVERSING = ("kept", "kvferry-cuda_ipc", "nixl")
+"""Systems that the step `conversations` compares."""
 
 
 def main() -> int:
     options = _parser().parse_args()
     gpus = options.gpus.split(",")
-    is_turning = "turning" in options.steps
+    is_fleet = bool({"turning", "conversations"} & set(options.steps))
     ranks = [tp * dp for tp, dp in zip(options.tp, options.dp, strict=True)]
-    if is_turning and (len(options.steps) > 1 or sum(ranks) > 2):
-        print("the step turning has a server on each GPU, and goes alone", file=sys.stderr)
+    if is_fleet and (len(options.steps) > 1 or sum(ranks) > 2):
+        print("the steps turning and conversations have a server on each GPU, and go alone", file=sys.stderr)
         return 2
-    if not is_turning and len(gpus) != sum(ranks):
+    if not is_fleet and len(gpus) != sum(ranks):
         print(
             f"--gpus takes one for each rank, {sum(ranks)} with these --tp and --dp; got {options.gpus!r}",
             file=sys.stderr,
         )
         return 2
-    if not is_turning and options.steps != ["load"] and not _ours(options):
+    if not is_fleet and options.steps != ["load"] and not _ours(options):
         print(f"--systems has none of ours, which {' '.join(options.steps)} is about", file=sys.stderr)
         return 2
     options.logs.mkdir(parents=True, exist_ok=True)
     setup = Setup(
         python=options.python,
         model=options.model,
-        gpus=tuple(gpus) if is_turning else (",".join(gpus[: ranks[0]]), ",".join(gpus[ranks[0] :])),
+        gpus=tuple(gpus) if is_fleet else (",".join(gpus[: ranks[0]]), ",".join(gpus[ranks[0] :])),
         arguments=tuple(options.arguments),
         prefill_arguments=_parallel(options, 0),
         decode_arguments=_parallel(options, 1),
@@ -209,6 +212,11 @@ async def _turning(setup: Setup, options: argparse.Namespace, found: Found) -> N
         write_rows(options.logs / "requests.csv.gz", rows)
 
 
+async def _conversations(setup: Setup, options: argparse.Namespace, found: Found) -> None:
+    systems = [each for each in options.systems if each in CONVERSING]
+    await converse(systems, setup, _vocabulary(setup), found)
+
+
 def _loads(options: argparse.Namespace) -> Iterator[tuple[str, float, Sequence[SizedArrival]]]:
     """Yield the mix at each rate, then each trace at its rate, with a name; prompts that are too long for the
     model are cut.
@@ -265,6 +273,7 @@ _STEPS = {
     "decode": _decode,
     "timeline": _timeline,
     "turning": _turning,
+    "conversations": _conversations,
 }
 
 

@@ -31,6 +31,7 @@ System = Literal[
     "kvferry-cuda_ipc",
     "kvferry-nixl",
     "kvferry-tcp",
+    "kept",
     "by-hand",
     "auto",
     "auto-both",
@@ -38,7 +39,8 @@ System = Literal[
     "together",
     "plain",
 ]
-"""`kvferry-…` are pairs with our connector over that backend that serve every request, `nixl` is a pair with
+"""`kvferry-…` are pairs with our connector over that backend that serve every request, `kept` is the first
+of them with turns of conversations kept by decode servers, `nixl` is a pair with
 vLLM's NixlConnector, `together` two servers that take whole requests in turn, and `plain` one alone, without
 a proxy. The others use `cuda_ipc`: with `by-hand` the decode server alone serves prompts under 512 tokens,
 with `auto` the proxy chooses for each request, with `auto-both` of two servers that can do both."""
@@ -96,6 +98,7 @@ KINDS: Mapping[System, Kind] = MappingProxyType(
         "kvferry-cuda_ipc": Kind("kvferry", words=_EVERY_PROMPT),
         "kvferry-nixl": Kind("kvferry", "nixl", words=_EVERY_PROMPT),
         "kvferry-tcp": Kind("kvferry", "tcp", words=_EVERY_PROMPT),
+        "kept": Kind("kvferry", words=(*_EVERY_PROMPT, "--keep-turns-s", "120")),
         "by-hand": Kind("kvferry", words=("--split-min-tokens", "512")),
         "auto": Kind("kvferry", words=_OBJECTIVES),
         "auto-both": Kind("kvferry", roles=_BOTH, words=_OBJECTIVES),
@@ -140,16 +143,16 @@ async def running(system: System, setup: Setup) -> AsyncIterator[Running]:
             port = free_port()
             own = replace(setup, arguments=(*setup.arguments, *setup.prefill_arguments))
             pid = await stack.enter_async_context(_vllm("plain", own, port, setup.gpus[0], None))
-            yield Running(_url(port), (_url(port),), (pid,), None)
+            yield Running(url_of(port), (url_of(port),), (pid,), None)
             return
         roles = KINDS[system].roles
         ports = [free_port() for _ in roles]
-        servers = ["--prefill", _url(ports[0]), "--decode", _url(ports[1])] if system == "nixl" else []
+        servers = ["--prefill", url_of(ports[0]), "--decode", url_of(ports[1])] if system == "nixl" else []
         discovery_port = free_port()
         proxy_url = await stack.enter_async_context(proxied(system, setup, discovery_port, servers))
         pids = await stack.enter_async_context(servers_running(system, setup, roles, ports, discovery_port))
         await _until_ready(proxy_url)
-        yield Running(proxy_url, tuple(map(_url, ports)), pids, setup.log_dir / "proxy.log")
+        yield Running(proxy_url, tuple(map(url_of, ports)), pids, setup.log_dir / "proxy.log")
 
 
 async def pin_roles(url: str, roles: Sequence[Role]) -> None:
@@ -193,7 +196,7 @@ async def sharing(
         for system in systems:
             async with proxied(system, setup, discovery_port) as url:
                 await pin_roles(url, KINDS[system].roles)
-                yield system, Running(url, tuple(map(_url, ports)), pids, setup.log_dir / "proxy.log")
+                yield system, Running(url, tuple(map(url_of, ports)), pids, setup.log_dir / "proxy.log")
 
     async with servers_running("auto-both", setup, _BOTH, ports, discovery_port) as pids:
         yield each()
@@ -209,17 +212,18 @@ async def servers_running(
     """
     servers = []
     for at, (role, port, gpu) in enumerate(zip(roles, ports, setup.gpus, strict=True)):
-        transfer = _transfer(system, KV_ROLES[role], setup, _url(port), f"127.0.0.1:{discovery_port}")
+        transfer = _transfer(system, KV_ROLES[role], setup, url_of(port), f"127.0.0.1:{discovery_port}")
         words = setup.prefill_arguments if role == "prefill" or at == 0 else setup.decode_arguments
         own = replace(setup, arguments=(*setup.arguments, *words))
         servers.append(_vllm(f"{system}-{role}-{at}", own, port, gpu, transfer))
     async with AsyncExitStack() as stack:
-        if len(set(setup.gpus)) == len(setup.gpus):
+        if len(set(setup.gpus)) == len(setup.gpus) or "--kv-cache-memory-bytes" in setup.arguments:
             async with asyncio.TaskGroup() as starting:
                 pids = [starting.create_task(stack.enter_async_context(server)) for server in servers]
             yield tuple(pid.result() for pid in pids)
         else:
-            # One by one: on one GPU the second would count on memory that the first is about to take.
+            # One by one: on one GPU the second would count on memory that the first is about to take, unless
+            # it is told how much it takes.
             yield tuple([await stack.enter_async_context(server) for server in servers])
 
 
@@ -238,12 +242,12 @@ async def vllm_router(setup: Setup, servers: Sequence[str]) -> AsyncIterator[str
     async with running_server(
         (*setup.router, *words),
         os.environ,
-        f"{_url(port)}/health",
+        f"{url_of(port)}/health",
         setup.log_dir / "vllm-router.log",
         start_timeout_s=READY_S,
         stop_timeout_s=STOP_S,
     ):
-        yield _url(port)
+        yield url_of(port)
 
 
 def _transfer(system: System, role: str, setup: Setup, url: str, discovery: str) -> dict[str, Any]:
@@ -298,7 +302,7 @@ async def _vllm(
     async with running_server(
         (setup.python, "-m", "vllm.entrypoints.openai.api_server", *words),
         environment,
-        f"{_url(port)}/health",
+        f"{url_of(port)}/health",
         setup.log_dir / f"{name}.log",
         start_timeout_s=START_S,
         stop_timeout_s=STOP_S,
@@ -354,5 +358,5 @@ async def kv_moved(connector: str, urls: Sequence[str]) -> KvMoved:
     return KvMoved(*[sum(total(page, name) for page in pages if is_shown(page, name)) for name in names])
 
 
-def _url(port: int) -> str:
+def url_of(port: int) -> str:
     return f"http://127.0.0.1:{port}"

@@ -69,35 +69,48 @@ async def test_any_process_of_either_server_is_killed_in_the_midst_of_a_pull(tmp
         await killed(fleet, http, [(role, kind, "pulled") for role in ROLES for kind in TITLES])
 
 
-@pytest.mark.parametrize("name", ["gemma3", "gpt_oss", "llama4", "mistral", "nemotron_h"])
-async def test_any_process_of_servers_with_several_groups_is_killed(
+@pytest.mark.parametrize(
+    "name", ["gemma3", "gpt_oss", "llama4", "mistral", "nemotron_h", "deepseek_v3", "qwen3_next"]
+)
+async def test_any_process_of_servers_of_other_kinds_of_models_is_killed(
     name: str, models: Path, tmp_path: Path
 ) -> None:
-    """Each role at each moment, and each kind of process at each."""
+    """Each role at each moment, and each kind of process at each.
+
+    Where an answer rounds as its batch is, servers run one request at a time.
+    """
     moments = [
         *(("prefill", "worker", "held"), ("prefill", "engine", "pulled"), ("prefill", "api", "decoded")),
         *(("decode", "worker", "decoded"), ("decode", "engine", "held"), ("decode", "api", "pulled")),
     ]
     settings: dict[str, Any] = {"model": models / name, "words": CASES[name].words}
-    async with VllmFleet(tmp_path, FLAGS, OTHERS, **settings) as fleet, session() as http:
-        await killed(fleet, http, moments)
+    slots = 1 if CASES[name].rounds else OTHERS
+    async with VllmFleet(tmp_path, FLAGS, slots, **settings) as fleet, session() as http:
+        await killed(fleet, http, moments, slots)
 
 
 async def killed(
-    fleet: VllmFleet, http: aiohttp.ClientSession, moments: Sequence[tuple[str, str, str]]
+    fleet: VllmFleet,
+    http: aiohttp.ClientSession,
+    moments: Sequence[tuple[str, str, str]],
+    slots: int = OTHERS,
 ) -> None:
+    """Kill a process at each of these moments; `slots` is how many sequences a server runs at once."""
     await fleet.start_agent("both")
     await fleet.wait_ready()
     spare = fleet.processes[fleet.agents()[-1]].url
     asked = bodies(OTHERS)
     wanted = [await complete(http, spare, salted(body)) for body in asked]
-    long = [body | {"max_tokens": LONG} for body in asked[:CAUGHT]]
+    at_once = min(CAUGHT, slots)
+    # The last of one is a stream.
+    catch = slice(1, 2) if at_once == 1 else slice(at_once)
+    long = [body | {"max_tokens": LONG} for body in asked[catch]]
     wanted_long = [await complete(http, spare, salted(body)) for body in long]
     for role, kind, moment in moments:
-        caught = (long, wanted_long) if moment == "decoded" else (asked[:CAUGHT], wanted[:CAUGHT])
-        running, found = await struck(fleet, http, role, kind, moment, caught, (asked, wanted))
+        caught = (long, wanted_long) if moment == "decoded" else (asked[catch], wanted[catch])
+        running, found = await struck(fleet, http, role, kind, moment, caught, (asked, wanted), slots)
         freed_s = await wait_freed(fleet)
-        what = f"{role}'s {kind} killed while {CAUGHT} are {moment}, {running} running"
+        what = f"{role}'s {kind} killed while {at_once} are {moment}, {running} running"
         print(f"{what}: {dict(found)}, blocks free {freed_s:.1f} s later", flush=True)
         assert not found["wrong"] and not found["untyped"]
         assert found["right, others"] == OTHERS, "they go on elsewhere"
@@ -113,6 +126,7 @@ async def struck(
     moment: str,
     caught: Asked,
     others: Asked,
+    slots: int,
 ) -> tuple[int, Counter[str]]:
     """Kill one process of the server with that role, and see all of it end.
 
@@ -143,12 +157,14 @@ async def struck(
             if moment == "held":
                 # The proxy sends nothing to a server that is full: it chooses this one before.
                 async with asyncio.timeout(HANGS_S):
-                    while (await node_of(http, proxy, decode.url))["in_flight"] < CAUGHT:
+                    while (await node_of(http, proxy, decode.url))["in_flight"] < len(caught[0]):
                         await asyncio.sleep(0.05)
-                await stack.enter_async_context(all_slots_taken(http, decode.url))
-                await decode_runs(OTHERS)
+                await stack.enter_async_context(all_slots_taken(http, decode.url, slots))
+                await decode_runs(slots)
+                # Else it might have served them all before the prefill server's figures say that it answered.
+                stack.enter_context(paused(pids_of(decode.pid, "worker")))
         async with asyncio.timeout(HANGS_S):
-            while await counted(prefill.url, ANSWERED) < answered + CAUGHT:
+            while await counted(prefill.url, ANSWERED) < answered + len(caught[0]):
                 await asyncio.sleep(0.05)
         running = await decode_runs(1)
         await turn(http, proxy, spare.url, "uncordon")
@@ -165,15 +181,15 @@ async def struck(
 
 
 @asynccontextmanager
-async def all_slots_taken(http: aiohttp.ClientSession, url: str) -> AsyncIterator[None]:
-    """Requests of which a server runs as many as it can at once; they are given up at the end."""
+async def all_slots_taken(http: aiohttp.ClientSession, url: str, slots: int) -> AsyncIterator[None]:
+    """As many requests as a server runs at once; they are given up at the end."""
 
     async def ask(number: int) -> None:
         asked = {"model": MODEL, "prompt": f"{number}", "max_tokens": 900, "ignore_eos": True}
         async with http.post(f"{url}/v1/completions", json=asked) as response:
             await response.read()
 
-    asking = [asyncio.create_task(ask(number)) for number in range(OTHERS)]
+    asking = [asyncio.create_task(ask(number)) for number in range(slots)]
     try:
         yield
     finally:
