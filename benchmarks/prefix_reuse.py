@@ -20,10 +20,10 @@ from tests.system.conversation import TURNS, Conversation, Turn
 
 PAGE = Path(__file__).parents[1] / "docs" / "prefix-reuse.md"
 BEGIN, END = "<!-- table: make prefix-table -->\n", "<!-- end of table -->\n"
-OFF = ("--prefix-pull-min-tokens", "0")
+ON, OFF = ("--prefix-pull-min-tokens", "128"), ("--prefix-pull-min-tokens", "0")
 RUNS = {
-    "`tcp`": ("tcp", ()),
-    "`nixl`": ("nixl", ()),
+    "`tcp`": ("tcp", ON),
+    "`nixl`": ("nixl", ON),
     "`tcp`, pulls of prefixes off": ("tcp", OFF),
 }
 """Backends and the proxy's options, by what the page calls them."""

@@ -78,7 +78,8 @@ class ProxyConfig(HttpOptions, TraceOptions, LogOptions):
             pulled while the prefill runs; 0 disables this. Default: prompts of more than one prefill chunk.
         prefix_pull_min_tokens: A prefill agent that lacks at least this many tokens of a prompt's beginning
             pulls their KV from an agent that has decoded them (the earlier turns of a conversation), rather
-            than compute them again; 0 disables this.
+            than compute them again; 0 disables this. Default: as many as take longer to compute than to pull,
+            by what agents have measured, and 128 at least.
         keep_turns_s: Seconds for which a vLLM decode server (with kvferry's connector) keeps the KV of a
             prompt and its answer, in at most a quarter of its memory, so that the prefill server of the
             conversation's next turn can pull it; 3600 at most. Default: nothing is kept.
@@ -164,7 +165,7 @@ class ProxyConfig(HttpOptions, TraceOptions, LogOptions):
     tpot_objective_s: float = 0.1
     model_objectives: tuple[str, ...] = ()
     stream_pull_min_tokens: int | None = None
-    prefix_pull_min_tokens: int = 128
+    prefix_pull_min_tokens: int | None = None
     keep_turns_s: float | None = None
     decode_only_fallback: bool = True
     prefill_limit: int | None = None
@@ -216,7 +217,7 @@ class ProxyConfig(HttpOptions, TraceOptions, LogOptions):
             migrations=self.migrations,
             split_min_tokens=0 if self.split_min_tokens == "auto" else self.split_min_tokens,
             stream_pull_min_tokens=self.stream_pull_min_tokens or 0,
-            prefix_pull_min_tokens=self.prefix_pull_min_tokens,
+            prefix_pull_min_tokens=self.prefix_pull_min_tokens or 0,
             queue_limit=self.queue_limit,
             canary_max_share=self.canary_max_share,
         )

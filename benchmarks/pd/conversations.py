@@ -21,7 +21,9 @@ from kvferry.proxy.wire.registration import Role
 from tests.helpers.metrics import is_shown, scrape, total
 from tests.helpers.servers import free_port
 
-CONVERSATIONS, TURNS = 16, 8
+CONVERSATIONS, TURNS = 15, 8
+"""An odd number: where two prefill servers are used in turn, each turn of a conversation has the other one.
+"""
 GAP_S = 0.3
 """Between the questions of two conversations in a turn; a turn begins when all have their answers."""
 FIRST, QUESTION, ANSWER = 4096, 256, 256
@@ -102,20 +104,19 @@ async def _held(url: str, prefill: Sequence[str], vocabulary: int, rng: random.R
                     "of each, mean": {name: round(did[name] / len(prompts), 1) for name in sorted(did)},
                 }
             )
+            ids = [await _ids(http, prefill[0], text) for _, text in answers]
             prompts = [
-                [*prompt, *ids, *words(QUESTION)] for prompt, (_, ids) in zip(prompts, answers, strict=True)
+                [*prompt, *answer, *words(QUESTION)] for prompt, answer in zip(prompts, ids, strict=True)
             ]
     return {"requests": len(waits), "ttft_s": quantiles(np.array(waits)), "turns": turns}
 
 
-async def _ask(
-    http: aiohttp.ClientSession, url: str, prompt: list[int], after_s: float
-) -> tuple[float, list[int]]:
+async def _ask(http: aiohttp.ClientSession, url: str, prompt: list[int], after_s: float) -> tuple[float, str]:
     """Ask a question later, and return the seconds until its first token, and the answer."""
     await asyncio.sleep(after_s)
     body = {"model": MODEL, "prompt": prompt, "max_tokens": ANSWER, "ignore_eos": True, "temperature": 0}
-    body |= {"stream": True, "return_token_ids": True}
-    ids, first = list[int](), 0.0
+    body |= {"stream": True}
+    text, first = "", 0.0
     sent = time.perf_counter()
     async with http.post(f"{url}/v1/completions", json=body) as response:
         response.raise_for_status()
@@ -126,9 +127,17 @@ async def _ask(
             assert "error" not in told, told
             for choice in told["choices"]:
                 first = first or time.perf_counter() - sent
-                ids += choice.get("token_ids") or []
-    assert len(ids) == ANSWER, f"{len(ids)} ids of an answer of {ANSWER}"
-    return first, ids
+                text += choice["text"]
+    return first, text
+
+
+async def _ids(http: aiohttp.ClientSession, server: str, text: str) -> list[int]:
+    """The ids of a text: an answer with ids would begin with a token of the decode server."""
+    body = {"model": MODEL, "prompt": text, "add_special_tokens": False}
+    async with http.post(f"{server}/tokenize", json=body) as response:
+        response.raise_for_status()
+        tokens: list[int] = (await response.json())["tokens"]
+        return tokens
 
 
 async def _counted(servers: Sequence[str]) -> Counter[str]:

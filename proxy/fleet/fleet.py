@@ -48,7 +48,7 @@ class FleetSettings:
     decode_limit: int | None = None
     split_min_tokens: int | None = None
     stream_pull_min_tokens: int | None = None
-    prefix_pull_min_tokens: int = 0
+    prefix_pull_min_tokens: int | None = 0
     keeps_turns: bool = False
     decode_only_fallback: bool = True
     queue_limit: int = 1024

@@ -71,7 +71,10 @@ NOT_COUNTED = {
 async def cluster(start_cluster: StartCluster) -> AsyncIterator[Cluster]:
     async with start_cluster(
         args=("--prefix-cache", "true"),
-        proxy_args=("--stream-pull-min-tokens", "100", "--split-min-tokens", "8"),
+        proxy_args=(
+            *("--stream-pull-min-tokens", "100", "--split-min-tokens", "8"),
+            *("--prefix-pull-min-tokens", "128"),
+        ),
     ) as cluster:
         yield cluster
 

@@ -39,6 +39,11 @@ MAX_SESSIONS_KNOWN = 16384
 """About 10 MB."""
 SESSION_CHOICES = 4
 """Agents remembered for a session: while one of them has room, no others are looked at."""
+LEAST_PULLED_TOKENS = 128
+PREFIX_PULL_COST = 2.5
+"""What pulling the beginning of a prompt takes, in pulls of whole prompts by decode agents: the lender is
+asked first, and the prompt waits for a step after it (`benchmarks/results/2026-11-27-2-h200`).
+"""
 OVERLOAD_FACTOR = 1.5
 OVERLOAD_SLACK = 8
 
@@ -219,12 +224,14 @@ class PrefixLenders:
     """Remembers who decoded which prompts, whatever the policies are, as far as these are long enough.
 
     Args:
-        min_tokens: Beginnings of fewer tokens (an estimate) are not worth it; 1 at least.
+        min_tokens: Beginnings of fewer tokens (an estimate) are not worth it; 1 at least. None: those that
+            take less time to compute than to pull, and those of fewer than `LEAST_PULLED_TOKENS`.
         dialects: Those whose agents lend.
     """
 
-    def __init__(self, min_tokens: int, dialects: Collection[str]) -> None:
-        self._min_tokens = min_tokens
+    def __init__(self, min_tokens: int | None, dialects: Collection[str]) -> None:
+        self._by_cost = min_tokens is None
+        self._min_tokens = LEAST_PULLED_TOKENS if min_tokens is None else min_tokens
         self._dialects = frozenset(dialects)
         self._index = PrefixIndex()
 
@@ -243,7 +250,16 @@ class PrefixLenders:
             if _can_lend(node.info, prefill.info)
         ]
         longest, lender = max(matches, key=lambda match: match[0], default=(0, prefill))
-        return PrefixLender(lender.info, self._min_tokens) if longest >= self._min_tokens else None
+        least = self._least(prefill, lender)
+        return PrefixLender(lender.info, least) if longest >= least else None
+
+    def _least(self, prefill: Node, lender: Node) -> int:
+        """Return how many tokens the prefill agent should lack to ask that lender for them."""
+        # The time per token of prompts counts those in the prefix cache, of which conversations have many.
+        token_s = prefill.speed.prompt_token_s or prefill.speed.token_s
+        if not self._by_cost or not token_s:
+            return self._min_tokens
+        return max(self._min_tokens, math.ceil(PREFIX_PULL_COST * lender.speed.pull_s / token_s))
 
     def _is_long(self, request: RoutingRequest) -> bool:
         """Several prompts of one request are one text to routing, so nothing is known of each."""

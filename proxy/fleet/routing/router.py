@@ -84,7 +84,8 @@ class Router:
             worth moving: a decode agent serves the request alone. None goes by what it costs.
         stream_pull_min_tokens: A prompt of which at least this many tokens must be computed is pulled
             meanwhile; None takes those of more than one of the prefill agent's chunks, 0 takes none.
-        prefix_pull_min_tokens: From how many tokens on a prompt's beginning is worth pulling; 0: never.
+        prefix_pull_min_tokens: From how many tokens on a prompt's beginning is worth pulling; None goes by
+            what it costs, 0: never.
         keeps_turns: vLLM servers keep what they have decoded for a while, and lend it.
         objectives: As `RouteCosts` takes them.
     """
@@ -96,7 +97,7 @@ class Router:
         loads: Loads,
         split_min_tokens: int | None = 0,
         stream_pull_min_tokens: int | None = 0,
-        prefix_pull_min_tokens: int = 0,
+        prefix_pull_min_tokens: int | None = 0,
         keeps_turns: bool = False,
         objectives: ModelObjectives = DEFAULT,
     ) -> None:
@@ -111,7 +112,7 @@ class Router:
         self._stream_pull_min_tokens = stream_pull_min_tokens
         lend = (NATIVE_DIALECT, VLLM_KVFERRY) if keeps_turns else (NATIVE_DIALECT,)
         self._prefix_lenders = (
-            PrefixLenders(prefix_pull_min_tokens, lend) if prefix_pull_min_tokens > 0 else None
+            None if prefix_pull_min_tokens == 0 else PrefixLenders(prefix_pull_min_tokens, lend)
         )
         self._index = CandidateIndex(loads)
 

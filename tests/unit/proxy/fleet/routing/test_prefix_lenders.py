@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from kvferry.proxy.fleet.routing.candidates import Loads, Slots
+from kvferry.proxy.fleet.routing.policy import LEAST_PULLED_TOKENS, PREFIX_PULL_COST
 from kvferry.proxy.fleet.routing.routing_request import CHUNK_TOKENS, Pair, RoutingRequest
-from kvferry.proxy.fleet.snapshot import Snapshot
+from kvferry.proxy.fleet.snapshot import Snapshot, Speed
 from kvferry.proxy.wire.registration import Role
 from tests.unit.proxy.builders import AppliedRouter, registration, snapshot
 
@@ -18,7 +20,7 @@ PAIR: tuple[tuple[Role, int], ...] = (("prefill", 100), ("decode", 200))
 TURN = list(range(1000, 1000 + 3 * CHUNK_TOKENS))
 
 
-def make_router(min_tokens: int = MIN_TOKENS) -> AppliedRouter:
+def make_router(min_tokens: int | None = MIN_TOKENS) -> AppliedRouter:
     loads = Loads(Slots(), {"prefill": None, "decode": None})
     return AppliedRouter("round_robin", "round_robin", loads, prefix_pull_min_tokens=min_tokens)
 
@@ -93,6 +95,29 @@ def test_a_beginning_that_is_too_short_is_not_worth_it() -> None:
     assert lender(choose(router, agents)) is None
     for _ in range(2):
         assert lender(choose(router, agents, TURN[: MIN_TOKENS - 1])) is None
+
+
+@pytest.mark.parametrize(
+    ("speed", "least"),
+    [
+        (Speed(), LEAST_PULLED_TOKENS),
+        (Speed(token_s=1e-3, pull_s=1e-3), LEAST_PULLED_TOKENS),
+        (Speed(token_s=1e-5, pull_s=0.01), 1000 * PREFIX_PULL_COST),
+        # Of most prompts most was in the prefix cache.
+        (Speed(token_s=1e-6, pull_s=0.01, prompt_token_s=1e-5), 1000 * PREFIX_PULL_COST),
+        (Speed(token_s=1e-5), LEAST_PULLED_TOKENS),
+    ],
+)
+def test_what_takes_longer_to_pull_than_to_compute_is_computed(speed: Speed, least: int) -> None:
+    ids = list(range(50 * CHUNK_TOKENS))
+    router, agents = make_router(None), fleet(1)
+    agents = agents.altered(replace(node, speed=speed) for node in agents.nodes)
+    choose(router, agents, ids)
+    named = choose(router, agents, ids).prefix_lender
+    assert named is not None and named.min_tokens == least
+    shorter = ids[::-1][: int(least) - 1]
+    choose(router, agents, shorter)
+    assert lender(choose(router, agents, shorter)) is None
 
 
 def test_with_0_none_is_ever_named() -> None:
