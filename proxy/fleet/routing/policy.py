@@ -19,7 +19,7 @@ from kvferry.common.hashing import Purpose, digest
 from kvferry.proxy.fleet.pairing import Leg
 from kvferry.proxy.fleet.routing.candidates import Candidates, Listed
 from kvferry.proxy.fleet.routing.costs import UNKNOWN, Cost, RouteCosts, add
-from kvferry.proxy.fleet.routing.routing_request import CHUNK_TOKENS, PrefixLender, RoutingRequest
+from kvferry.proxy.fleet.routing.routing_request import CHUNK_TOKENS, Pair, PrefixLender, RoutingRequest
 from kvferry.proxy.fleet.snapshot import Node
 from kvferry.proxy.wire.dialects import serves_alone
 from kvferry.proxy.wire.registration import Incarnation, Register
@@ -224,8 +224,9 @@ class PrefixLenders:
     """Remembers who decoded which prompts, whatever the policies are, as far as these are long enough.
 
     Args:
-        min_tokens: Beginnings of fewer tokens (an estimate) are not worth it; 1 at least. None: those that
-            take less time to compute than to pull, and those of fewer than `LEAST_PULLED_TOKENS`.
+        min_tokens: Beginnings of fewer tokens (an estimate) are not worth it; 1 at least. None: nor is what
+            the prefill agent lacks of them, if computing it takes less time than pulling it, or if it is less
+            than `LEAST_PULLED_TOKENS`.
         dialects: Those whose agents lend.
     """
 
@@ -233,12 +234,14 @@ class PrefixLenders:
         self._by_cost = min_tokens is None
         self._min_tokens = LEAST_PULLED_TOKENS if min_tokens is None else min_tokens
         self._dialects = frozenset(dialects)
-        self._index = PrefixIndex()
+        self._index, self._computed = PrefixIndex(), PrefixIndex()
 
-    def note(self, decode: Node, request: RoutingRequest) -> None:
-        """Record that the agent decodes the request."""
-        if self._is_long(request) and decode.info.dialect in self._dialects:
-            self._index.remember(request.chunks, decode.incarnation)
+    def note(self, pair: Pair, request: RoutingRequest) -> None:
+        """Record who computes the prompt and who decodes the answer."""
+        if self._is_long(request) and pair.decode.info.dialect in self._dialects:
+            self._index.remember(request.chunks, pair.decode.incarnation)
+            if self._by_cost:
+                self._computed.remember(request.chunks, pair.prefill.incarnation)
 
     def best(self, partners: Candidates, prefill: Node, request: RoutingRequest) -> PrefixLender | None:
         """Return which of the prefill agent's partners has decoded most of the prompt's beginning."""
@@ -250,16 +253,18 @@ class PrefixLenders:
             if _can_lend(node.info, prefill.info)
         ]
         longest, lender = max(matches, key=lambda match: match[0], default=(0, prefill))
-        least = self._least(prefill, lender)
-        return PrefixLender(lender.info, least) if longest >= least else None
-
-    def _least(self, prefill: Node, lender: Node) -> int:
-        """Return how many tokens the prefill agent should lack to ask that lender for them."""
+        if longest < self._min_tokens:
+            return None
+        least = self._min_tokens
         # The time per token of prompts counts those in the prefix cache, of which conversations have many.
         token_s = prefill.speed.prompt_token_s or prefill.speed.token_s
-        if not self._by_cost or not token_s:
-            return self._min_tokens
-        return max(self._min_tokens, math.ceil(PREFIX_PULL_COST * lender.speed.pull_s / token_s))
+        if self._by_cost and token_s:
+            least = max(least, math.ceil(PREFIX_PULL_COST * lender.speed.pull_s / token_s))
+            computed = self._computed.matched(request.chunks, prefill.incarnation) * CHUNK_TOKENS
+            # Of the turn before, it has the prompt; the lender has an answer too.
+            if longest - computed + lender.speed.answer_tokens < least:
+                return None
+        return PrefixLender(lender.info, least)
 
     def _is_long(self, request: RoutingRequest) -> bool:
         """Several prompts of one request are one text to routing, so nothing is known of each."""

@@ -157,7 +157,7 @@ class Router:
         self._policies["prefill"].note(pair.prefill, request)
         self._policies["decode"].note(pair.decode, request)
         if self._prefix_lenders is not None:
-            self._prefix_lenders.note(pair.decode, request)
+            self._prefix_lenders.note(pair, request)
 
     def streams(self, prefill: Node, decode: Node, request: RoutingRequest) -> bool:
         """Return whether the pair should move the prompt's KV while it is computed."""

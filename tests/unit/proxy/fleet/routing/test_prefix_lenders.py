@@ -109,13 +109,20 @@ def test_a_beginning_that_is_too_short_is_not_worth_it() -> None:
     ],
 )
 def test_what_takes_longer_to_pull_than_to_compute_is_computed(speed: Speed, least: int) -> None:
+    """Two prefill agents serve in turn; the second lacks what the first has computed."""
     ids = list(range(50 * CHUNK_TOKENS))
-    router, agents = make_router(None), fleet(1)
+    agents = snapshot(registration("prefill", 100), registration("prefill", 101), registration("decode", 200))
     agents = agents.altered(replace(node, speed=speed) for node in agents.nodes)
+    router = make_router(None)
     choose(router, agents, ids)
     named = choose(router, agents, ids).prefix_lender
     assert named is not None and named.min_tokens == least
-    shorter = ids[::-1][: int(least) - 1]
+    unknown = speed.token_s is None
+    for answer_tokens, worth in ((0.0, unknown), (least - 1.0, unknown), (least, True)):
+        answered = speed._replace(answer_tokens=answer_tokens)
+        told = agents.altered(replace(node, speed=answered) for node in agents.nodes)
+        assert (lender(choose(router, told, ids)) is not None) == worth
+    router, shorter = make_router(None), ids[: int(least) - 1]
     choose(router, agents, shorter)
     assert lender(choose(router, agents, shorter)) is None
 
