@@ -33,6 +33,7 @@ from tests.system.vllm.test_kvferry import (
     GENERATED,
     RECOMPUTED,
     STARVED_LEASE_S,
+    STARVED_PROXY,
     TRANSFERS,
     Stack,
     answers,
@@ -45,8 +46,6 @@ PROMPTS = 30
 RETRIES = "kvferry_proxy_retries_total"
 TURNS = ("--prefill-policy", "round_robin", "--decode-policy", "round_robin")
 """So that each rank has its share: by what they measure, the slower of two would have less."""
-PATIENT = ("--queue-timeout-s", "600")
-"""Four engines spin on two cores, and the proxy may not run for most of a minute."""
 GONE_S = patient(20.0)
 DRAINED = 8
 LONG = 200
@@ -57,7 +56,7 @@ pytestmark = MARKS
 
 async def with_ranks(stack: AsyncExitStack, log_dir: Path, dp: tuple[int, int]) -> Stack:
     """A proxy, and two servers of so many data-parallel ranks, of which it knows each."""
-    words = (*PROXY, "--decode-only-fallback", "false", *PATIENT, *TURNS)
+    words = (*PROXY, "--decode-only-fallback", "false", *STARVED_PROXY, *TURNS)
     proxy = await start_process("proxy", words, log_dir)
     stack.push_async_callback(proxy.stop)
     discovery = f"127.0.0.1:{proxy.listening['discovery_port']}"

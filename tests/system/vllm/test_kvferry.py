@@ -37,6 +37,7 @@ SAMPLINGS: tuple[dict[str, Any], ...] = (
 """vLLM refuses several choices without sampling."""
 LEASE_S = 2
 STARVED_LEASE_S = 300
+STARVED_PROXY = ("--queue-timeout-s", "600")
 """Ranks that spin may leave nothing else a core for a minute."""
 NUM_BLOCKS = 80
 LATE = 100
@@ -194,7 +195,7 @@ async def test_servers_of_several_ranks_answer_as_one_server_does(
 ) -> None:
     """Each rank of the decode server reads its heads from the ranks that have them."""
     bodies = [body(prompt.prompt, chat=False) | {"temperature": 0} for prompt in heldout(PROMPTS)]
-    async with started(tmp_path, tp=tp, lease_s=STARVED_LEASE_S) as stack:
+    async with started(tmp_path, tp=tp, lease_s=STARVED_LEASE_S, proxy_words=STARVED_PROXY) as stack:
         wanted = await answers(stack.http, stack.prefill.url, [salted(each) for each in bodies])
         assert len({str(answer.texts) for answer in wanted}) > PROMPTS // 2
         found = await answers(stack.http, stack.proxy_url, [salted(each) for each in bodies])
