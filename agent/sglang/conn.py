@@ -57,7 +57,7 @@ from kvferry.transfer.plane import PlaneConfig, RemotePrompt
 from kvferry.transfer.ranks.worker import WorkerConnector
 
 _START_S = 60.0
-MAX_PIECES = 1 << 20
+MAX_PIECES = 1 << 22
 """Of one prompt's KV, for ranks that have other heads: one for each token of each layer's K and V."""
 _FIRST_TOKEN = slice(0, 4)
 """In a metadata row: int32."""

@@ -17,6 +17,9 @@ from kvferry.transfer.ranks import messages as wire
 _INVALID_ARGUMENT = (RuntimeError, TypeError, ValueError, LookupError, ArithmeticError)
 """What libraries raise for invalid arguments."""
 
+MAX_SPANS = 1 << 20
+"""In one transfer; a read of more is several, because backends take no more."""
+
 _BUSY_POLL_MS = 1
 _IDLE_POLL_MS = 20
 """While no peer waits for us, but a cancelled read may have to end. A poll takes up to 200 µs after a sleep,
@@ -168,7 +171,8 @@ class RankReader:
         self._reads[key] = read = _Read(link.engine, [])
         try:
             for rank, spans in _spans(link.plan, wire.unpack_blocks(command.blocks)):
-                read.transfers.append(link.engine.read(link.peers[rank], spans, command.timeout_s))
+                for part in np.split(spans, range(MAX_SPANS, len(spans), MAX_SPANS)):
+                    read.transfers.append(link.engine.read(link.peers[rank], part, command.timeout_s))
         except ValueError as error:
             _log.warning("read %s/%d: %s", *key, error)
             self._fail(key, read, "refused")

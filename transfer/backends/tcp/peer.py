@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from kvferry.transfer.backends.common.connection import TURN_BYTES, ProtocolError
 from kvferry.transfer.backends.common.handshake import HandshakeAddress, HandshakePeer, PeerState
 from kvferry.transfer.backends.common.transfer import BaseTransfer
-from kvferry.transfer.backends.tcp.wire import PIECE, PROTOCOL, REQUEST, RESPONSE
+from kvferry.transfer.backends.tcp.wire import PIECE_COLUMNS, PROTOCOL, REQUEST, RESPONSE
 from kvferry.transfer.engine import Status
 from kvferry.transfer.layout import SpanTable, check_bounds
 from kvferry.transfer.memory import PoolMemory
@@ -33,8 +33,8 @@ class TcpTransfer(BaseTransfer):
         self.number = number
         self._spans = spans
         self._memory = memory
-        self._buffers = memory.writable(spans)
-        self.unfilled = deque(self._buffers)
+        self._buffers: list[memoryview] = []
+        self.unfilled = deque[memoryview]()
 
     @property
     def quiescent(self) -> bool:
@@ -44,10 +44,17 @@ class TcpTransfer(BaseTransfer):
         super().fail(reason)
         self.unfilled.clear()
 
+    def begin(self) -> None:
+        """Have buffers for the bytes that come now, unless it has ended."""
+        if self._status is Status.PENDING:
+            self._buffers = self._memory.writable(self._spans)
+            self.unfilled.extend(self._buffers)
+
     def finish(self) -> None:
         """Succeed, unless it has ended: every byte is in the buffers."""
         if self._status is Status.PENDING:
             self._memory.commit(self._spans, self._buffers)
+            self._buffers = []
             self.succeed()
 
     def advance(self, nbytes: int) -> None:
@@ -90,7 +97,7 @@ class TcpPeer(HandshakePeer[TcpTransfer]):
             transfer.fail("peer_lost")
             return transfer
         self.transfers.append(transfer)
-        pieces = b"".join(PIECE.pack(remote, length) for _, remote, length in spans.tolist())
+        pieces = spans[:, 1:].astype(PIECE_COLUMNS).tobytes()
         self.send(REQUEST.pack(transfer.number, len(spans)) + pieces)
         return transfer
 
@@ -138,6 +145,8 @@ class TcpPeer(HandshakePeer[TcpTransfer]):
             transfer.fail("refused")
         elif nbytes != transfer.nbytes:
             transfer.fail("truncated")
+        else:
+            transfer.begin()
         self._body_left = nbytes
         if nbytes == 0:
             self._end_body()

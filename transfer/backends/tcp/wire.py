@@ -19,6 +19,8 @@ REQUEST = struct.Struct("<QQ")
 
 PIECE = struct.Struct("<QQ")
 """Virtual offset into the pool and length, in bytes."""
+PIECE_COLUMNS = "<u8"
+"""The type of an array with a row for each piece."""
 
 RESPONSE = struct.Struct("<QQQ")
 """Number of the transfer, 1 if granted, count of bytes that follow."""

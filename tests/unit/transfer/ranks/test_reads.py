@@ -18,6 +18,7 @@ from kvferry.transfer.control.messages import EngineDescription
 from kvferry.transfer.engine import EngineOptions, TransferEngine, open_engine
 from kvferry.transfer.layout import BlockTemplate, pair_blocks
 from kvferry.transfer.ranks import messages as wire
+from kvferry.transfer.ranks import reads
 from kvferry.transfer.ranks.reads import RankReader
 from tests.unit.transfer.test_plane import BACKENDS
 
@@ -48,8 +49,10 @@ class Rank:
     def description(self) -> EngineDescription:
         return EngineDescription(engine=self.engine.describe(), regions=(self.region.describe(),))
 
-    def connect(self, link: int, description: EngineDescription, token: bytes) -> None:
-        plan = {0: {0: BlockTemplate(BEYOND)}}
+    def connect(
+        self, link: int, description: EngineDescription, token: bytes, pieces: np.ndarray = BEYOND
+    ) -> None:
+        plan = {0: {0: BlockTemplate(pieces)}}
         command = wire.Connect(
             link=link, transfer=self.engine.name, ranks=(description,), plan=wire.pack_plan(plan),
             token=token, timeout_s=TIMEOUT_S,
@@ -138,3 +141,25 @@ def test_a_read_beyond_the_peers_pool_is_refused_and_quiescent(ranks: tuple[Rank
     ours.links.handle(wire.Read(link=1, transfer_id="t", seq=0, blocks=blocks, timeout_s=TIMEOUT_S))
     ended = ours.report(wire.ReadEnded, theirs)
     assert (ended.ok, ended.reason, ended.quiescent) == (False, "refused", True)
+
+
+@pytest.mark.parametrize("most", [2, 3, 8, 9])
+def test_what_is_too_much_for_a_transfer_is_read_by_several(
+    ranks: tuple[Rank, Rank], most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reads, "MAX_SPANS", most)
+    ours, theirs = ranks
+    theirs.pool.copy_(torch.arange(POOL_BYTES) % 251)
+    # Two pieces of 16 bytes of each block of 64, which are apart.
+    pieces = np.array([[0, 0, 16, 64, 64], [32, 32, 16, 64, 64]], dtype=np.int64)
+    ours.connect(1, theirs.description, mint(theirs.secret), pieces)
+    assert ours.report(wire.Connected, theirs).error is None
+    blocks = wire.pack_blocks({0: pair_blocks([5, 6, 20, 9], [1, 2, 3, 30])})
+    ours.links.handle(wire.Read(link=1, transfer_id="t", seq=0, blocks=blocks, timeout_s=TIMEOUT_S))
+    ended = ours.report(wire.ReadEnded, theirs)
+    assert (ended.ok, ended.nbytes) == (True, 4 * 32)
+    wanted = torch.zeros(POOL_BYTES, dtype=torch.uint8)
+    for local, remote in zip((5, 6, 20, 9), (1, 2, 3, 30), strict=True):
+        for at in (0, 32):
+            wanted[64 * local + at :][:16] = theirs.pool[64 * remote + at :][:16]
+    assert torch.equal(ours.pool, wanted)
