@@ -8,7 +8,7 @@ import random
 import secrets
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from kvferry.deploy.launcher import start_process
 from tests.chaos.victims import stopped
 from tests.helpers.client import session
 from tests.helpers.commands import PROXY
-from tests.system.vllm.servers import MARKS, MODEL, VllmServer, together, vllm_server
+from tests.system.vllm.servers import MARKS, MODEL, STOP_TIMEOUT_S, VllmServer, together, vllm_server
 from tests.system.vllm.test_kvferry import FAILED, IN_USE, TRANSFERS
 
 TURNS = 8
@@ -147,8 +147,9 @@ async def test_another_salt_finds_nothing(tmp_path: Path) -> None:
         assert await fleet.total(fleet.prefill, PULLS) == 1
 
 
-async def test_a_lender_that_stands_still_costs_a_while_and_no_answer(tmp_path: Path) -> None:
-    """The one of two decode servers that has the turn before is stopped while the next turn is asked."""
+@pytest.mark.parametrize("how", ["stopped", "killed", "ended"])
+async def test_a_lender_that_is_not_there_costs_a_while_and_no_answer(how: str, tmp_path: Path) -> None:
+    """The one of two decode servers that has the turn before is not there when the next turn is asked."""
     async with started(tmp_path, 2) as fleet:
         prompt = ids(FIRST_TOKENS, 1)
         before = [await server.sample(fleet.http, TRANSFERS) for server in fleet.decode]
@@ -157,8 +158,14 @@ async def test_a_lender_that_stands_still_costs_a_while_and_no_answer(tmp_path: 
         (lender,) = (at for at in range(2) if after[at] > before[at])
         prompt = [*prompt, *answer, *ids(QUESTION_TOKENS, 2)]
         wanted = await fleet.alone(prompt)
-        engine = psutil.Process(fleet.decode[lender].pid)
-        with stopped([engine, *engine.children(recursive=True)]):
+        server = psutil.Process(fleet.decode[lender].pid)
+        family = [server, *server.children(recursive=True)]
+        with stopped(family) if how == "stopped" else nullcontext():
+            if how == "killed":
+                fleet.decode[lender].kill()
+            elif how == "ended":
+                server.terminate()
+                await asyncio.to_thread(psutil.wait_procs, family, STOP_TIMEOUT_S)
             assert await fleet.ask(fleet.url, prompt) == wanted
-        assert await fleet.total(fleet.prefill, FAILED_PULLS) == 1
+        assert await fleet.total(fleet.prefill, FAILED_PULLS) == (how != "ended")
         assert await fleet.total(fleet.prefill, PULLS) == 0
