@@ -20,14 +20,13 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
-import numpy as np
 
 from kvferry.agent.announce.work_counts import WorkCounts
 from kvferry.agent.lender import Lender, find_lender
 from kvferry.agent.plugin.kept_prompts import KeptEnded
 from kvferry.agent.plugin.plane_thread import Event, LeaseRefused
-from kvferry.agent.vllm.identity import adapter_of_request
-from kvferry.agent.vllm.kept_turns import Keeper, KeptTurns, has_ids, has_plain_ids, prefix_hashes
+from kvferry.agent.vllm.identity import has_ids, has_plain_ids, prefix_hashes, prompt_hash
+from kvferry.agent.vllm.kept_turns import Keeper, KeptTurns
 from kvferry.agent.vllm.kv_groups import KvGroup, runs_of
 from kvferry.agent.vllm.params import (
     BadParams,
@@ -39,7 +38,6 @@ from kvferry.agent.vllm.params import (
     read_params,
 )
 from kvferry.agent.vllm.step_meter import StepMeter
-from kvferry.common.hashing import Purpose, digest
 from kvferry.common.state_machine import transition, transitions
 from kvferry.proxy.wire.registration import Capacity, WorkReport
 from kvferry.transfer.events import (
@@ -659,13 +657,6 @@ class KvferryConnectorScheduler:
         if isinstance(task, FetchPrompt):
             return self._fetches.get(task.transfer_id)
         return self._beginnings.get(request_id)
-
-
-def prompt_hash(request: Any, num_tokens: int) -> str:
-    """A hash of all that the KV of a prompt's first tokens depends on, but for the weights."""
-    ids = np.asarray(request.prompt_token_ids[:num_tokens], dtype="<i8").tobytes()
-    features = (each.identifier for each in getattr(request, "mm_features", None) or ())
-    return digest(Purpose.VLLM_PROMPT, ids, adapter_of_request(request), *features, size=16).hex()
 
 
 def leave_last_token(request: Any) -> None:

@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What decides whether two vLLM servers can use each other's KV: its shape, its content, the weights."""
+"""What decides whether vLLM servers can use each other's KV: its shape and content, weights, the prompt."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
+
+from kvferry.agent.block_hashes import hash_blocks
 from kvferry.agent.plugin.identity import config_digest, files_digest, short_digest, tokenizer_digest
-from kvferry.common.hashing import Purpose
+from kvferry.common.hashing import Purpose, digest
 from kvferry.transfer.layout import ITEM_BYTES, DType, KVGeometry
 
 MAX_ADAPTERS = 1024
@@ -90,10 +93,35 @@ def adapter_of(name: str, path: str) -> str:
     return short_digest(Purpose.VLLM_ADAPTER, name, kind, what)
 
 
+def prefix_hashes(request: Any, ids: Sequence[int], block_size: int) -> list[bytes]:
+    """A hash of each full block of these first tokens of a request, of all that its KV depends on but for the
+    weights: the tokens up to its end, the adapter and the salt.
+    """
+    adapter, salt = adapter_of_request(request), getattr(request, "cache_salt", None) or ""
+    return hash_blocks(ids, block_size, salt=f"{len(adapter)} {adapter} {salt}")
+
+
+def has_plain_ids(request: Any) -> bool:
+    """Whether ids are all of the prompt: those of an image's place say nothing of the image."""
+    return has_ids(request) and not getattr(request, "mm_features", None)
+
+
+def has_ids(request: Any) -> bool:
+    """Whether the prompt is tokens, and not embeddings."""
+    return bool(request.prompt_token_ids) and getattr(request, "prompt_embeds", None) is None
+
+
 def adapter_of_request(request: Any) -> str:
     """`adapter_of` a request's LoRA adapter; "" if it has none."""
     lora = getattr(request, "lora_request", None)
     return "" if lora is None else adapter_of(lora.lora_name, lora.lora_path)
+
+
+def prompt_hash(request: Any, num_tokens: int) -> str:
+    """A hash of all that the KV of a prompt's first tokens depends on, but for the weights."""
+    ids = np.asarray(request.prompt_token_ids[:num_tokens], dtype="<i8").tobytes()
+    features = (each.identifier for each in getattr(request, "mm_features", None) or ())
+    return digest(Purpose.VLLM_PROMPT, ids, adapter_of_request(request), *features, size=16).hex()
 
 
 def tokenizer_of(config: Any) -> str:

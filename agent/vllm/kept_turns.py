@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from kvferry.agent.block_hashes import hash_blocks
-from kvferry.agent.vllm.identity import adapter_of_request
+from kvferry.agent.vllm.identity import has_plain_ids, prefix_hashes
 
 _MOST = 0.25
 _FEW_FREE = 0.1
@@ -89,21 +88,3 @@ class KeptTurns:
         key = next(each for each in self._kept if each not in self._ending)
         self._ending.add(key)
         self._plane.end_kept(key)
-
-
-def prefix_hashes(request: Any, ids: Sequence[int], block_size: int) -> list[bytes]:
-    """A hash of each full block of these first tokens of a request, of all that its KV depends on but for the
-    weights: the tokens up to its end, the adapter and the salt.
-    """
-    adapter, salt = adapter_of_request(request), getattr(request, "cache_salt", None) or ""
-    return hash_blocks(ids, block_size, salt=f"{len(adapter)} {adapter} {salt}")
-
-
-def has_plain_ids(request: Any) -> bool:
-    """Whether ids are all of the prompt: those of an image's place say nothing of the image."""
-    return has_ids(request) and not getattr(request, "mm_features", None)
-
-
-def has_ids(request: Any) -> bool:
-    """Whether the prompt is tokens, and not embeddings."""
-    return bool(request.prompt_token_ids) and getattr(request, "prompt_embeds", None) is None

@@ -20,8 +20,7 @@ from kvferry.agent.api.text.tokenizer import Tokenizer
 from kvferry.agent.block_hashes import hash_blocks, hash_prompt
 from kvferry.agent.checkpoint import weights_fingerprint
 from kvferry.agent.ids import AnswerId
-from kvferry.agent.vllm.connector_scheduler import prompt_hash
-from kvferry.agent.vllm.identity import adapter_of, tokenizer_of, weights_of
+from kvferry.agent.vllm.identity import adapter_of, prompt_hash, tokenizer_of, weights_of
 from kvferry.proxy.fleet.routing.routing_request import BYTES_PER_TOKEN, CHUNK_TOKENS, RoutingRequest
 from kvferry.transfer.layout import KVGeometry
 from tests.standins.vllm_scheduler import VllmRequest

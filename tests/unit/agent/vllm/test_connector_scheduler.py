@@ -13,7 +13,8 @@ import pytest
 
 from kvferry.agent.plugin.plane_thread import Event, LeaseRefused
 from kvferry.agent.plugin.settings import NotServed
-from kvferry.agent.vllm.connector_scheduler import KvferryConnectorScheduler, prompt_hash
+from kvferry.agent.vllm.connector_scheduler import KvferryConnectorScheduler
+from kvferry.agent.vllm.identity import prompt_hash
 from kvferry.agent.vllm.kv_groups import KvGroup, groups_of
 from kvferry.proxy.wire.registration import Incarnation, LinkUse
 from kvferry.transfer.events import NO_FAULT, LeaseEnded, PullDone, PullFailed, PullQuiescent

@@ -10,7 +10,7 @@ import pytest
 
 from kvferry.agent.lender import PAUSE_S
 from kvferry.agent.plugin.kept_prompts import KeptEnded
-from kvferry.agent.vllm.kept_turns import prefix_hashes
+from kvferry.agent.vllm.identity import prefix_hashes
 from kvferry.transfer.events import LeaseEnded, PrefixLent, PullFailed, PullQuiescent
 from kvferry.transfer.plane import MAX_LOAN_S, one_group
 from tests.standins.vllm_scheduler import Status, VllmRequest, prompt
