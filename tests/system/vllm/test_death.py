@@ -30,12 +30,12 @@ from tests.helpers.waiting import patient
 from tests.system.test_rolling import ROLES, Fleet
 from tests.system.vllm.fleet import VllmFleet
 from tests.system.vllm.servers import MARKS, MODEL
-from tests.system.vllm.test_breadth import CASES, models
+from tests.system.vllm.test_breadth import CASES, models, prompt_ids
 
 LEASE_S = 5.0
 CAUGHT = 4
 """Requests that are in the midst of it when a process is killed: half of them streams."""
-CANDIDATES = 120
+CANDIDATES, PROMPT_TOKENS = 120, 96
 OTHERS = 8
 """Requests that come just after its death."""
 TITLES = {"worker": "VLLM::Worker", "engine": "VLLM::EngineCore", "api": "openai.api_server"}
@@ -123,22 +123,22 @@ async def killed(
 
 
 async def steady(http: aiohttp.ClientSession, proxy: str, spare: str) -> list[dict[str, Any]]:
-    """Requests whose answers are the same when they come from the pair, and when the first token is computed
+    """Streams whose answers are the same when they come from the pair, and when the first token is computed
     as part of the prompt, as it is after a death: of other requests, a token that is nearly as likely as
     another may become the less likely one.
     """
     found: list[dict[str, Any]] = []
+    with_ids = {"stream": False, "return_token_ids": True}
     await turn(http, proxy, spare, "cordon")
-    for candidate in bodies(CANDIDATES):
-        body = candidate | {"stream": bool(len(found) % 2)}
-        alone, pair = [await complete(http, url, salted(body)) for url in (spare, proxy)]
-        text = alone.choices[0].text
-        first, rest = text[:1], text[1:]
-        if alone.same() != pair.same() or not (first.isascii() and first.isprintable()):
-            continue
-        longer = body | {"prompt": body["prompt"] + first, "max_tokens": body["max_tokens"] - 1}
-        if (await complete(http, spare, salted(longer))).choices[0].text == rest:
-            found.append(body)
+    for number, body in enumerate(bodies(CANDIDATES)):
+        asked = body | {"prompt": prompt_ids(PROMPT_TOKENS, number), "stream": True}
+        alone, pair = [await complete(http, url, salted(asked)) for url in (spare, proxy)]
+        first, *rest = (await complete(http, spare, salted(asked | with_ids))).choices[0].token_ids
+        longer = with_ids | {"prompt": [*asked["prompt"], first], "max_tokens": asked["max_tokens"] - 1}
+        again = await complete(http, spare, salted(asked | longer))
+        print(f"candidate {number}: {alone.same() == pair.same()} {again.choices[0].token_ids == rest}")
+        if alone.same() == pair.same() and again.choices[0].token_ids == rest:
+            found.append(asked)
         if len(found) == OTHERS:
             break
     await turn(http, proxy, spare, "uncordon")
