@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from kvferry.transfer.layout import SpanTable
 
 
+MAX_SPANS = 1 << 20
+"""In one transfer. Those that serve a peer refuse more."""
+
+
 class TransferError(Exception):
     """Base of what a backend raises."""
 
@@ -109,7 +113,7 @@ class TransferEngine(Protocol):
         """
 
     def read(self, peer: Peer, spans: SpanTable, timeout_s: float) -> Transfer:
-        """Begin to copy from the peer's pool into ours. The peer must have polled true.
+        """Begin to copy from the peer's pool into ours: `MAX_SPANS` at most. The peer must have polled true.
 
         Raises ValueError, and has begun nothing then, for a span outside the peer's pool or ours.
         """

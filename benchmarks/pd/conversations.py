@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from benchmarks.pd.fleet import KINDS, MODEL, Setup, System, proxied, servers_running, url_of
+from benchmarks.pd.fleet import KINDS, MODEL, Setup, System, proxied, ready_nodes, servers_running, url_of
 from benchmarks.pd.load import quantiles
 from kvferry.proxy.wire.registration import Role
 from tests.helpers.metrics import is_shown, scrape, total
@@ -28,7 +28,7 @@ GAP_S = 0.3
 """Between the questions of two conversations in a turn; a turn begins when all have their answers."""
 FIRST, QUESTION, ANSWER = 4096, 256, 256
 """Tokens of the first question, of each further one and of each answer."""
-READY_S, ANSWER_S = 60.0, 120.0
+ANSWER_S = 120.0
 BY_SOURCE = "vllm:prompt_tokens_by_source_total"
 SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
 PULLED = ("vllm:kvferry_prefix_pulls_total", "vllm:kvferry_prefix_pull_bytes_total")
@@ -44,7 +44,7 @@ async def converse(
     The figures go to `found`: of all turns of a system, and of each.
     """
     half = len(setup.gpus) // 2
-    roles: list[Role] = [*["prefill"] * half, *["decode"] * half]  # type: ignore[list-item]
+    roles: list[Role] = ["prefill" if at < half else "decode" for at in range(2 * half)]
     for seed, group in enumerate(_sharing(systems)):
         ports, discovery_port = [free_port() for _ in roles], free_port()
         urls = [url_of(port) for port in ports]
@@ -54,7 +54,7 @@ async def converse(
         async with servers_running(group[0], setup, roles, ports, discovery_port):
             for at, system in enumerate(group):
                 async with proxied(system, setup, discovery_port, words) as url:
-                    await _until_all_serve(url, len(roles))
+                    await ready_nodes(url, len(roles))
                     rng = random.Random(1000 * seed + at)
                     found[system] = await _held(url, urls[:half], vocabulary, rng)
                 print(f"{system}: {json.dumps(found[system])}", flush=True)
@@ -66,16 +66,6 @@ def _sharing(systems: Sequence[System]) -> Iterator[list[System]]:
     for system in systems:
         groups.setdefault(KINDS[system][:2], []).append(system)
     yield from groups.values()
-
-
-async def _until_all_serve(url: str, number: int) -> None:
-    async with asyncio.timeout(READY_S), aiohttp.ClientSession() as http:
-        while True:
-            async with http.get(f"{url}/nodes") as response:
-                nodes = (await response.json())["nodes"]
-            if [node["state"] for node in nodes] == ["ready"] * number:
-                return
-            await asyncio.sleep(0.1)
 
 
 async def _held(url: str, prefill: Sequence[str], vocabulary: int, rng: random.Random) -> dict[str, Any]:

@@ -155,15 +155,21 @@ async def running(system: System, setup: Setup) -> AsyncIterator[Running]:
         yield Running(proxy_url, tuple(map(url_of, ports)), pids, setup.log_dir / "proxy.log")
 
 
-async def pin_roles(url: str, roles: Sequence[Role]) -> None:
-    """Wait for as many servers as there are roles, and have the proxy use each for one."""
+async def ready_nodes(url: str, number: int) -> list[dict[str, Any]]:
+    """Wait until the proxy has so many ready servers, and return what it says of them."""
     async with asyncio.timeout(READY_S), aiohttp.ClientSession() as http:
         while True:
             async with http.get(f"{url}/nodes") as response:
                 nodes = [node for node in (await response.json())["nodes"] if node["state"] == "ready"]
-            if len(nodes) == len(roles):
-                break
+            if len(nodes) == number:
+                return nodes
             await asyncio.sleep(0.1)
+
+
+async def pin_roles(url: str, roles: Sequence[Role]) -> None:
+    """Wait for as many servers as there are roles, and have the proxy use each for one."""
+    nodes = await ready_nodes(url, len(roles))
+    async with asyncio.timeout(READY_S), aiohttp.ClientSession() as http:
         for node, role in zip(nodes, roles, strict=True):
             async with http.post(f"{url}/nodes/{node['incarnation']}/role/{role}") as response:
                 response.raise_for_status()

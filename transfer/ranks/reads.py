@@ -10,15 +10,20 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvferry.transfer.engine import Peer, PeerBroken, PeerUnreachable, Status, Transfer, TransferEngine
+from kvferry.transfer.engine import (
+    MAX_SPANS,
+    Peer,
+    PeerBroken,
+    PeerUnreachable,
+    Status,
+    Transfer,
+    TransferEngine,
+)
 from kvferry.transfer.layout import BlockPairs, ReadPlan, SpanTable
 from kvferry.transfer.ranks import messages as wire
 
 _INVALID_ARGUMENT = (RuntimeError, TypeError, ValueError, LookupError, ArithmeticError)
 """What libraries raise for invalid arguments."""
-
-MAX_SPANS = 1 << 20
-"""In one transfer; a read of more is several, because backends take no more."""
 
 _BUSY_POLL_MS = 1
 _IDLE_POLL_MS = 20

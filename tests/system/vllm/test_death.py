@@ -136,7 +136,6 @@ async def steady(http: aiohttp.ClientSession, proxy: str, spare: str) -> list[di
         first, *rest = (await complete(http, spare, salted(asked | with_ids))).choices[0].token_ids
         longer = with_ids | {"prompt": [*asked["prompt"], first], "max_tokens": asked["max_tokens"] - 1}
         again = await complete(http, spare, salted(asked | longer))
-        print(f"candidate {number}: {alone.same() == pair.same()} {again.choices[0].token_ids == rest}")
         if alone.same() == pair.same() and again.choices[0].token_ids == rest:
             found.append(asked)
         if len(found) == OTHERS:

@@ -25,7 +25,6 @@ from kvferry.transfer.backends.nccl.staging import Copy, staging
 from kvferry.transfer.backends.nccl.wire import (
     HELLO,
     ID_BYTES,
-    MAX_PIECES,
     PIECE,
     PROTOCOL,
     REQUEST,
@@ -34,7 +33,7 @@ from kvferry.transfer.backends.nccl.wire import (
     Pieces,
     split,
 )
-from kvferry.transfer.engine import Status
+from kvferry.transfer.engine import MAX_SPANS, Status
 from kvferry.transfer.layout import SpanTable, check_bounds
 from kvferry.transfer.memory import region_sizes
 
@@ -143,8 +142,8 @@ class NcclPeer(HandshakePeer[NcclTransfer]):
     def read(self, spans: SpanTable, timeout_s: float) -> NcclTransfer:
         """Queue a read. Raises ValueError for a span outside either pool, or for too many of them."""
         check_bounds(spans, self._own_sizes, self._sizes)
-        if len(spans) > MAX_PIECES:
-            raise ValueError(f"{len(spans)} spans in one read; at most {MAX_PIECES}")
+        if len(spans) > MAX_SPANS:
+            raise ValueError(f"{len(spans)} spans in one read; at most {MAX_SPANS}")
         transfer = NcclTransfer(spans, time.monotonic() + timeout_s)
         if self._pair is None or self.closed or not self._built:
             transfer.fail("peer_lost")

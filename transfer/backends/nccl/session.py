@@ -18,7 +18,6 @@ from kvferry.transfer.backends.nccl.pair import GRACE_S, PairState, PairThread, 
 from kvferry.transfer.backends.nccl.staging import staging
 from kvferry.transfer.backends.nccl.wire import (
     HELLO,
-    MAX_PIECES,
     PIECE,
     REQUEST,
     WELCOME,
@@ -26,6 +25,7 @@ from kvferry.transfer.backends.nccl.wire import (
     pack_head,
     split,
 )
+from kvferry.transfer.engine import MAX_SPANS
 from kvferry.transfer.memory import are_inside, region_sizes
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class NcclSession(ServerSession):
         if len(inbox) < REQUEST.size:
             return False
         read_id, ms, count = REQUEST.unpack_from(inbox)
-        if count > MAX_PIECES:
+        if count > MAX_SPANS:
             raise ProtocolError(f"{count} pieces")
         size = REQUEST.size + count * PIECE.size
         if len(inbox) < size:

@@ -15,7 +15,6 @@ from collections.abc import Iterable
 from kvferry.transfer.backends.common.handshake import HandshakeAddress, Protocol
 
 ID_BYTES = 16
-MAX_PIECES = 1 << 20
 PART_BYTES = 8 << 20
 """Maximum of a pool's bytes in one message."""
 

@@ -8,7 +8,8 @@ import socket
 
 from kvferry.transfer.backends.common.connection import TURN_BYTES, ProtocolError
 from kvferry.transfer.backends.common.handshake import HandshakeServer, ServerSession
-from kvferry.transfer.backends.tcp.wire import MAX_PIECES, PIECE, REQUEST, RESPONSE
+from kvferry.transfer.backends.tcp.wire import PIECE, REQUEST, RESPONSE
+from kvferry.transfer.engine import MAX_SPANS
 from kvferry.transfer.memory import PoolMemory, are_inside
 
 
@@ -36,7 +37,7 @@ class TcpSession(ServerSession):
         if self._deadline is not None or len(inbox) < REQUEST.size:
             return False
         number, count = REQUEST.unpack_from(inbox)
-        if count > MAX_PIECES:
+        if count > MAX_SPANS:
             raise ProtocolError(f"{count} pieces")
         size = REQUEST.size + count * PIECE.size
         if len(inbox) < size:

@@ -12,7 +12,6 @@ import struct
 from kvferry.transfer.backends.common.handshake import Protocol
 
 PROTOCOL = Protocol(b"KVF1")
-MAX_PIECES = 1 << 20
 
 REQUEST = struct.Struct("<QQ")
 """Number of the transfer, count of pieces."""
