@@ -337,10 +337,13 @@ class _AnswerWithUsage(msgspec.Struct):
     usage: ReportedUsage | None = None
 
 
+_ANSWER = msgspec.json.Decoder(_AnswerWithUsage)
+
+
 def reported_usage(answer: bytes) -> ReportedUsage | None:
     """The usage in a complete answer, or in an event; None without one."""
     try:
-        return msgspec.json.decode(answer, type=_AnswerWithUsage).usage
+        return _ANSWER.decode(answer).usage
     except NOT_JSON:
         return None
 

@@ -314,7 +314,7 @@ async def _force_stop(server: HttpServer, stop: StopRequest) -> None:
 def _uvicorn_config(services: Services, tls: ssl.SSLContext | None) -> uvicorn.Config:
     config = services.config
     return uvicorn.Config(
-        cast(Any, services.create_app()),
+        cast(Any, services.create_app().asgi_app),  # `Entry`
         http=cast(
             Any,
             partial(

@@ -21,7 +21,7 @@ from kvferry.common.exceptions import release_locals
 from kvferry.common.http.server import Header
 from kvferry.common.work_pool import WorkPool
 from kvferry.proxy import sse
-from kvferry.proxy.api.auth import Client
+from kvferry.proxy.api.auth import ANONYMOUS, Client
 from kvferry.proxy.api.token_reservation import RequestEnd, TokenReservation
 from kvferry.proxy.api.translations import messages, responses
 from kvferry.proxy.errors import (
@@ -74,6 +74,8 @@ STREAM_HEADERS: tuple[Header, ...] = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would buffer events
 )
+
+_ORDER_HEADERS = frozenset((b"x-priority", b"x-slo-reject", b"x-slo-tpot-ms", b"x-slo-ttft-ms"))
 
 NewExchange = Callable[[ClientRequest, Identity, RequestLog], Exchange]
 
@@ -191,11 +193,11 @@ class Completions:
             else:
                 writer.fail(ProxyError("internal error of the proxy"))
         finally:
-            sent = max(log.num_events, exchange.num_tokens if exchange is not None else 0)
+            sent = 0
             if writer.usage is not None:
                 log.count_tokens(writer.usage)
-            elif exchange is not None and sent:  # of a stream that broke off
-                log.count_tokens(ReportedUsage(exchange.prompt_tokens, sent))
+            elif exchange is not None and (sent := max(log.num_events, exchange.num_tokens)):
+                log.count_tokens(ReportedUsage(exchange.prompt_tokens, sent))  # of a stream that broke off
             if tokens is not None:
                 end = RequestEnd(
                     usage=writer.usage,
@@ -252,6 +254,8 @@ def _with_order(request: ClientRequest, head: RequestHead, client: Client) -> Cl
 
     Raises `InvalidRequest`.
     """
+    if client is ANONYMOUS and _ORDER_HEADERS.isdisjoint(head.headers):
+        return request
     asked = request.priority if (of_header := head.priority()) is None else of_header
     priority, body = max(asked, client.min_priority), request.body
     if priority != request.priority and request.asks_for("priority"):

@@ -406,7 +406,8 @@ def _opening_choices(request: ClientRequest, prefilled: NativePrefilled) -> Iter
     for index, token in enumerate(prefilled.first_tokens):
         delta = token.delta or {"role": "assistant", "content": token.text}
         shown = {"delta": delta} if request.chat else {"text": token.text}
-        made = _chunk_choice(index, shown, token.logprobs, token.shown_finish_reason, token.stop_reason)
+        reason = "tool_calls" if token.called and token.finish_reason == "stop" else token.finish_reason
+        made = _chunk_choice(index, shown, token.logprobs, reason, token.stop_reason)
         if request.return_token_ids:
             made["token_ids"] = [token.id]
             if token.logprobs is not None:

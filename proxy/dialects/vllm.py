@@ -8,7 +8,7 @@ out. `min_tokens` of 1 masks EOS and stop ids, so that a prefill always ends by 
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
 
@@ -48,6 +48,7 @@ class _VllmChoice(msgspec.Struct, frozen=True):
 
 
 class _VllmUsage(msgspec.Struct, frozen=True):
+    prompt_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
     prompt_tokens_details: msgspec.Raw = NULL
 
 
@@ -62,9 +63,17 @@ class VllmPrefill(msgspec.Struct, frozen=True, kw_only=True):
     kv_transfer_params: dict[str, msgspec.Raw] | None = None
 
     @property
+    def prompt_tokens(self) -> int:
+        """The prompt's length; 0 where the response does not say."""
+        return self.usage.prompt_tokens if self.usage else 0
+
+    @property
     def prompt_tokens_details(self) -> bytes:
         """The JSON in its usage that says how much of the prompt was cached there."""
         return bytes(self.usage.prompt_tokens_details if self.usage else NULL)
+
+
+_PREFILL = msgspec.json.Decoder(VllmPrefill)
 
 
 class VllmDialect(Dialect):
@@ -121,7 +130,7 @@ def read_prefill(raw: bytes) -> VllmPrefill:
     """Parse a prefill server's response. Raises `BadResponse`."""
     try:
         str(raw, "utf-8")  # usage is kept undecoded: nothing else would notice in time
-        return msgspec.json.decode(raw, type=VllmPrefill)
+        return _PREFILL.decode(raw)
     except NOT_JSON as error:
         raise BadResponse.of_json(error, "the prefill server's answer") from error
 

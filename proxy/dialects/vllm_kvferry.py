@@ -168,7 +168,12 @@ class VllmKvferry(vllm.VllmDialect):
         opening = None
         if self.may_continue(sub):
             opening = _read_opening(sub, raw, lent is not None and lent.continuable)
-        return Prefilled(params=prefill.kv_transfer_params, opening=opening, lender=lender)
+        return Prefilled(
+            params=prefill.kv_transfer_params,
+            opening=opening,
+            lender=lender,
+            prompt_tokens=prefill.prompt_tokens,
+        )
 
     def decode_leg(
         self, sub: SubRequest, endpoints: Endpoints, prefilled: Prefilled, kv_endpoint: KvEndpoint | None

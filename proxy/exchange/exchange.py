@@ -32,7 +32,6 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
-from functools import cache, partial
 from typing import Literal
 
 from kvferry.common.exceptions import release_locals
@@ -173,12 +172,11 @@ class Exchange:
         if request.rejects_late:
             objective = context.fleet.settings.objectives.of(request.model)
             self._reject_at = now() + (request.ttft_s or objective.ttft_s)
-        self._poison_check = cache(partial(PoisonCheck, context.fleet.registry, log, attempts.metrics))
-        """Makes it with the first failure."""
+        self._poison = PoisonCheck(context.fleet.registry, log, attempts.metrics)
         legs = Legs(
             attempts.upstream,
             context.fleet.registry.leg_succeeded,
-            self._poison_check,
+            self._poison,
             first_byte_timeout_s=settings.first_byte_timeout_s,
             deadline=self._deadline,
             can_retry=self._retries.has_more,
@@ -279,14 +277,13 @@ class Exchange:
         """
         release_locals(lost)
         self._log.add_loss(lost.message)
-        poison = self._poison_check()
-        poison.attempt_ended()
+        self._poison.attempt_ended()
         begun = self._state.begun
         if begun and self._request.undivided:
             # A pair, which could go on after what the client has, cannot serve such a request.
             raise StreamBroken(lost.message) from lost
         if self._retries.has_more():
-            await poison.judge(self._deadline)
+            await self._poison.judge(self._deadline)
         self._retries.use_one(lost, "prefill" if lost.agent == pair.prefill.incarnation else "decode")
         self._exclude |= {lost.agent}
         self._must_match = pair.prefill.info if begun else None

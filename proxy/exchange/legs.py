@@ -72,7 +72,7 @@ class Legs:
 
     Args:
         leg_succeeded: Called with the agent of each leg that ends as it should.
-        failures: Returns what takes the others; called with the first.
+        failures: Takes the others.
         deadline: The request's, on the event loop's clock.
         can_retry: Whether the request may be retried now: then the leg of a hanging agent is aborted
             (`proxy.http.hang_detector`).
@@ -83,7 +83,7 @@ class Legs:
         self,
         upstream: UpstreamPool,
         leg_succeeded: Callable[[Incarnation], None],
-        failures: Callable[[], LegFailures],
+        failures: LegFailures,
         *,
         first_byte_timeout_s: float,
         deadline: float,
@@ -157,9 +157,9 @@ class Legs:
         if error is None:
             self._leg_succeeded(server.incarnation)
         elif isinstance(error, AGENT_FAILURES) and not isinstance(error, NO_FAULTS):
-            self._failures().leg_failed(server.incarnation, error)
+            self._failures.leg_failed(server.incarnation, error)
         elif isinstance(error, asyncio.CancelledError):
-            self._failures().leg_cancelled(server.incarnation)
+            self._failures.leg_cancelled(server.incarnation)
 
 
 def _end_span(trace: RequestTrace, span: Span, error: BaseException | None) -> None:

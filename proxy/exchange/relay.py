@@ -45,11 +45,11 @@ class RelayedResponse(SubResponse):
         self._writer = writer
         self._is_part = is_part
         self._write_event = self._show_part_event if is_part else writer.write_event
-        self._scanner = sse.Scanner()
         self.opening: OpeningEvent | None = None
         """Strips what the stream begins with, if that is not the client's."""
         self._has_error = False
         """Whether the client was sent an error event of the agent's."""
+        self._scanner: sse.Scanner
         self._on_done: Callable[[], None]
 
     @property
@@ -57,7 +57,7 @@ class RelayedResponse(SubResponse):
         return self._sent.complete or self.whole is not None or bool(self.choices)
 
     def reader(self, on_done: Callable[[], None]) -> sse.EventReader:
-        self._on_done = on_done
+        self._scanner, self._on_done = sse.Scanner(), on_done
         return self
 
     def feed(self, piece: bytes) -> None:

@@ -159,6 +159,12 @@ class LabelledGauge(Collector):
         """Count so many more, or fewer."""
         self._counts[value] = self._counts.get(value, 0) + count
 
+    def move(self, before: Value, after: Value) -> None:
+        """Count one as another value."""
+        counts = self._counts
+        counts[before] -= 1
+        counts[after] = counts.get(after, 0) + 1
+
     def counts(self) -> Mapping[Value, int]:
         """Return the count of each value, also where there are none."""
         return MappingProxyType(self._counts)

@@ -225,9 +225,10 @@ class RequestLog:
             self._agent = self._agents[phase is not Phase.PREFILL]
         self._seconds[before] = self._seconds.get(before, 0.0) + spent
         of_model.phases[before].observe(spent)
-        in_flight.add((before, of_model.model), -1)
-        if phase is not Phase.ENDED:
-            in_flight.add((phase, of_model.model), 1)
+        if phase is Phase.ENDED:
+            in_flight.add((before, of_model.model), -1)
+        else:
+            in_flight.move((before, of_model.model), (phase, of_model.model))
         if phase is Phase.ROUTE and self.trace is not None:
             self.trace.route_again("migration" if before is Phase.DECODE else "retry")
         if logger.isEnabledFor(logging.DEBUG):
@@ -251,10 +252,8 @@ class RequestLog:
         """Record the parsed request. `show_prompt`: log its prompt too."""
         self._choices = request.sequences
         self._model = self._timeline.model = request.model[:MAX_MODEL_CHARS]
-        in_flight, before = self._metrics.in_flight, self._model_metrics
-        self._model_metrics = self._metrics.of_model(request.model)
-        in_flight.add((self.phase, before.model), -1)
-        in_flight.add((self.phase, self._model_metrics.model), 1)
+        before, self._model_metrics = self._model_metrics, self._metrics.of_model(request.model)
+        self._metrics.in_flight.move((self.phase, before.model), (self.phase, self._model_metrics.model))
         self._facts |= {"model": self._model, "stream": request.stream, "n": request.n}
         if self.trace is not None:
             self.trace.describe(

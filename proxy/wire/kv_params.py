@@ -37,8 +37,3 @@ class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
     delta: dict[str, Any] | None = None
     called: bool = False
     stop_reason: str | int | None = None
-
-    @property
-    def shown_finish_reason(self) -> str | None:
-        """The finish reason in the client's event."""
-        return "tool_calls" if self.called and self.finish_reason == "stop" else self.finish_reason

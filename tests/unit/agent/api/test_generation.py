@@ -417,9 +417,6 @@ def test_the_first_token_of_two_agents_says_what_ended_it() -> None:
     sampling = SamplingParams(seed=1, max_tokens=50, stop_token_ids=(token,))
     (delta,) = Generation(request(sampling=sampling), tokenizer()).push(sampled([token], None, "stop"))
     assert responses.first_token_entry(delta).stop_reason == token
-    entry = FirstToken(id=1, finish_reason="stop", delta={"tool_calls": [{}]})
-    assert entry.shown_finish_reason == "stop"
-    assert FirstToken(id=1, finish_reason="stop", called=True).shown_finish_reason == "tool_calls"
 
 
 BYTES = {0xC3: "bytes:\\xc3", 0xE6: "bytes:\\xe6", 0xF0: "bytes:\\xf0"}

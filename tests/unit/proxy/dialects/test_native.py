@@ -227,23 +227,25 @@ def test_first_events_of_a_chat_begin_with_the_role() -> None:
 
 
 def test_first_events_of_a_message_are_the_agents_own_deltas() -> None:
-    asked = request("chat/completions", n=2, stream=True)
+    """Calls are why it ended only where they are whole."""
+    asked = request("chat/completions", n=3, stream=True)
     call = {"index": 0, "id": "1", "type": "function", "function": {"name": "f", "arguments": "{"}}
     deltas = [
         {"role": "assistant", "content": None, "reasoning_content": "a"},
         {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
     ]
     tokens = [
-        {"id": 5, "text": "a", "finish_reason": "stop", "delta": delta, "called": "tool_calls" in delta}
-        for delta in deltas
+        {"id": 5, "text": "a", "finish_reason": "stop", "delta": delta, "called": called}
+        for delta, called in zip(deltas, (False, False, True), strict=True)
     ]
     prefill = NATIVE.read_prefill(sub_of(asked), answer(kv_transfer_params=PARAMS | {"first_tokens": tokens}))
     shown = [
         event["choices"][0]
-        for event in events(native.first_events(sub_of(asked), prefill, frozenset({0, 1})))
+        for event in events(native.first_events(sub_of(asked), prefill, frozenset({0, 1, 2})))
     ]
     assert [choice["delta"] for choice in shown] == deltas
-    assert [choice["finish_reason"] for choice in shown] == ["stop", "tool_calls"]
+    assert [choice["finish_reason"] for choice in shown] == ["stop", "stop", "tool_calls"]
 
     whole = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     message = {"role": "assistant", "content": None, "reasoning_content": "a", "tool_calls": [whole]}

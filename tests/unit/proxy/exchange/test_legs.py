@@ -77,7 +77,7 @@ def legs(upstream: Upstream, breakers: Breakers | None = None, deadline: float =
     return Legs(
         cast(Any, upstream),
         breakers.leg_succeeded,
-        lambda: cast(Any, breakers),
+        cast(Any, breakers),
         first_byte_timeout_s=10.0,
         deadline=deadline,
         can_retry=lambda: False,
