@@ -391,7 +391,8 @@ class GuardedConnection(HttpToolsProtocol):
             return
         super().on_message_complete()
         self._head_room = MAX_HEAD_BYTES
-        self._bounds.partial.release(self)
+        if self in self._bounds.partial.held:
+            self._bounds.partial.release(self)
         # uvicorn stopped reading at 64 KiB, and resumes when the application asks for more. It does not ask
         # after the end of the body, but a disconnect is noticed only while reading.
         if self.flow.read_paused:
@@ -499,7 +500,8 @@ class GuardedConnection(HttpToolsProtocol):
             cycle.body = bytearray()
         self._body_bytes = 0
         self._bounds.bodies.release(self)
-        self._bounds.partial.release(self)
+        if self in self._bounds.partial.held:
+            self._bounds.partial.release(self)
 
     def _replace_idle(self) -> bool:
         """Close a connection without a request, in favour of this one. False: none was found."""

@@ -80,7 +80,8 @@ def split_into_prompts(
 
 def split(dialect: Dialect, request: ClientRequest, ids: Identity, *, alone: bool) -> tuple[SubRequest, ...]:
     """The sub-requests for servers of a dialect, or for one server `alone`; each has a transfer id."""
-    if request.prompts == 1 if dialect.is_native else alone:
+    is_one = dialect.forks and request.prompts == 1 and (dialect.is_native or "best_of" not in request.body)
+    if is_one or (alone and not dialect.is_native):
         return (whole_request(request, ids, new_transfer_id()),)
     if dialect.forks:
         transfer_ids = [new_transfer_id() for _ in range(request.prompts)]

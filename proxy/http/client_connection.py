@@ -59,8 +59,8 @@ class ClientResponse(ABC):
         """Whether the server answered instead, since it held too much of requests' bodies."""
 
     @abstractmethod
-    async def serve(self, handler: Handler) -> None:
-        """Run a handler, which must send the response."""
+    def serve(self, handler: Handler) -> Awaitable[None]:
+        """Run a handler, which must send the response, in this task. To be awaited at once."""
 
     @abstractmethod
     def send(self, status: int, headers: Iterable[Header], body: bytes) -> None:
@@ -111,11 +111,12 @@ class ConnectionResponse(ClientResponse):
         self._transport = connection.transport
         self._is_chunked = may_chunk(cycle)
 
-    async def serve(self, handler: Handler) -> None:
+    def serve(self, handler: Handler) -> Awaitable[None]:
         task = asyncio.current_task()
-        if not self.is_disconnected and task is not None:
-            self.on_disconnect = task.cancel
-            await handler(self)
+        if self.is_disconnected or task is None:
+            return asyncio.sleep(0)
+        self.on_disconnect = task.cancel
+        return handler(self)  # as it is: a coroutine around it would be one more for each of its waits
 
     def take_body(self) -> bytes | None:
         if self._cycle.more_body:

@@ -304,7 +304,7 @@ class UpstreamPool:
         )
         self._open: set[UpstreamConnection] = set()
         self._idle: dict[Origin, dict[UpstreamConnection, None]] = {}
-        self._idle_since: dict[UpstreamConnection, tuple[Origin, float]] = {}
+        self._idle_origin: dict[UpstreamConnection, Origin] = {}
         """Idle connections of all origins, the one that is idle longest first."""
         self._sweeper: asyncio.TimerHandle | None = None
 
@@ -399,8 +399,8 @@ class UpstreamPool:
         connection = None if is_new else self._take_idle(origin)
         if connection is not None:
             return connection
-        if len(self._idle_since) > self._limit.free:
-            next(iter(self._idle_since)).close()  # the one that has been idle longest
+        if len(self._idle_origin) > self._limit.free:
+            next(iter(self._idle_origin)).close()  # the one that has been idle longest
         try:
             return await self._connect(origin, agent, deadline)
         except BaseException:
@@ -413,7 +413,7 @@ class UpstreamPool:
             self.bounds.release(connection)
         if connection.reusable:
             connection.reset()
-            self._idle_since[connection] = (origin, now())
+            self._idle_origin[connection] = origin
             self._idle.setdefault(origin, {})[connection] = None
             if self._sweeper is None:
                 self._sweep()
@@ -467,7 +467,7 @@ class UpstreamPool:
         return connection
 
     def _remove_idle(self, connection: UpstreamConnection) -> None:
-        origin, _ = self._idle_since.pop(connection)
+        origin = self._idle_origin.pop(connection)
         idle = self._idle[origin]
         del idle[connection]
         if not idle:
@@ -477,8 +477,8 @@ class UpstreamPool:
         """Close connections that have been idle for too long, and schedule the next sweep."""
         loop = asyncio.get_running_loop()
         self._sweeper = None
-        for connection, (_, since) in tuple(self._idle_since.items()):
-            due = since + self.settings.keepalive_s
+        for connection in tuple(self._idle_origin):
+            due = connection.idle_since + self.settings.keepalive_s
             if due > loop.time():
                 self._sweeper = loop.call_at(due, self._sweep)
                 return
@@ -486,7 +486,7 @@ class UpstreamPool:
 
     def _discard(self, connection: UpstreamConnection) -> None:
         """Called when a connection was closed, by either side."""
-        if connection in self._idle_since:
+        if connection in self._idle_origin:
             self._remove_idle(connection)
         self._open.discard(connection)
 

@@ -25,6 +25,7 @@ MAX_BUFFERED_BYTES = 64 * 1024
 MAX_HEAD_BYTES = 64 * 1024
 """Most bytes of a response's headers, and of what may come between two pieces of a body: chunk extensions,
 trailers. The parser has no limit, and a line costs it the square of its size."""
+_HEADER_FRAMING = len(b": \r\n")
 MAX_TURN_BYTES = 16 * 1024
 """What one connection may deliver in one turn of the event loop: of what an earlier turn left, and again of
 what is read. The other connections come before the rest."""
@@ -139,8 +140,8 @@ class UpstreamConnection(asyncio.Protocol):
         self._overhead_bytes = 0
         """Received since the request was sent, or since the last piece of the body."""
         self._is_keep_alive = False
-        self._idle_since = NO_DEADLINE
-        """Until the latest request was sent, if another came before it."""
+        self.idle_since = NO_DEADLINE
+        """Until the latest request was sent, if another came before it; on the loop's clock."""
         self._may_be_stale = False
         """Whether it had been idle for `STALE_AFTER_S` then."""
         self._progress_at = 0.0
@@ -167,7 +168,7 @@ class UpstreamConnection(asyncio.Protocol):
         pending wait raises `TimeoutError`.
         """
         self._transition(ConnectionState.HEADERS)
-        self._may_be_stale = self._loop.time() - self._idle_since >= STALE_AFTER_S
+        self._may_be_stale = self._loop.time() - self.idle_since >= STALE_AFTER_S
         self.status, self.headers = 0, {}
         self._head_bytes = self._overhead_bytes = self._unmeasured_bytes = 0
         self._sink = None
@@ -246,7 +247,7 @@ class UpstreamConnection(asyncio.Protocol):
     def reset(self) -> None:
         """Make the connection ready for another request. Legal only when the response is complete."""
         self._transition(ConnectionState.IDLE)
-        self._idle_since = self._loop.time()
+        self.idle_since = self._loop.time()
         self._deadline = self._idle_timeout_s = NO_DEADLINE
         self._sink, self._held = None, _nothing
         self._buffer, self._buffered_bytes = [], 0
@@ -308,7 +309,7 @@ class UpstreamConnection(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         if self.state is not ConnectionState.HEADERS:
             return  # a trailer is no header (RFC 9110 §6.5.1)
-        self._head_bytes += len(name) + len(value) + len(b": \r\n")
+        self._head_bytes += len(name) + len(value) + _HEADER_FRAMING
         if self._head_bytes > MAX_HEAD_BYTES:
             self._fail(ConnectionBroken(f"its headers exceed {MAX_HEAD_BYTES} bytes"))
             raise _BadHead

@@ -412,7 +412,8 @@ class CandidateIndex:
                     # Only the first partner that comes and the last that goes make a difference; to one that
                     # is in the set, but no partner of its own, the second.
                     decisive = 0 if load is None else 1
-                    if decisive <= len(decodes) <= decisive + (at in self._terms.with_non_partners):
+                    most = decisive + (at in self._terms.with_non_partners)
+                    if decisive <= len(decodes.positions) <= most:
                         for user in self._terms.users[at]:
                             self._update_prefill(pairs, user)
         if position in self._terms.set_of:
@@ -427,7 +428,7 @@ class CandidateIndex:
     def _has_partner(self, pairs: _Pairs, position: int, *, apart: bool = False) -> bool:
         decodes = pairs.decodes[self._terms.set_of[position]]
         is_alone = position in decodes and not self._pairs_itself(position, apart)
-        return len(decodes) > is_alone
+        return len(decodes.positions) > is_alone
 
     def _pairs_itself(self, position: int, apart: bool) -> bool:
         return not apart and self._terms.pairing.serves_alone(position)
