@@ -174,8 +174,8 @@ class Completions:
             exchange = self._new_exchange(request, ids, log)
             writer.include_timing = request.include_timing
             await exchange.run(writer)
-            if writer.num_unprepared:
-                await self._run_beside(writer.num_unprepared, writer.prepare)
+            if (size := writer.num_unprepared) > 0:
+                await self._run_beside(size, writer.prepare)
             writer.end()
         except ProxyError as error:
             writer.fail(error)

@@ -264,7 +264,7 @@ class Exchange:
 
         Of several prompts one is first, while the prediction is for all.
         """
-        if not self._exclude and self._request.prompts == 1:
+        if attempt.pair.prediction is not None and not self._exclude and self._request.prompts == 1:
             log = self._log
             first_token_at = log.first_text_at if attempt.is_alone else attempt.prefilled_at
             self._context.fleet.record_outcome(

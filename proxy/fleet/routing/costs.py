@@ -144,14 +144,14 @@ class RouteCosts:
         delay_s = (queue_s + self._request.tokens * (node.speed.token_s or 0.0) * node.bias.prefill) * share
         return add(self.prefill(node), self._decoding(node, delay_s))
 
-    def predict(self, prefill: Node, decode: Node, tokens: int, count: int) -> Prediction | None:
-        """Return when a prompt that is sent to the server now is computed, and the time per token of so many
+    def predict(self, prefill: Node, decode: Node) -> Prediction | None:
+        """Return when the prompt is computed if it is sent to the server now, and the time per token of its
         sequences at the other, or the same; None if nothing has been measured.
         """
         token_s, now = prefill.speed.token_s, self._now
         if token_s is None:
             return None
-        work_s = tokens * token_s * prefill.bias.prefill
+        count, work_s = self._request.decoded_sequences, self._request.tokens * token_s * prefill.bias.prefill
         queue_s, _, _ = self._state(prefill)
         last = self._predicted.get(prefill.info.incarnation)
         burst_s = _burst_s(prefill)

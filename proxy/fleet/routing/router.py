@@ -30,7 +30,7 @@ from kvferry.proxy.fleet.routing.policy import (
     Session,
 )
 from kvferry.proxy.fleet.routing.routing_request import NO_AGENTS, Pair, RoutingRequest
-from kvferry.proxy.fleet.snapshot import Node, NodeState, NoPair, Prediction, Snapshot
+from kvferry.proxy.fleet.snapshot import Node, NodeState, NoPair, Snapshot
 from kvferry.proxy.objectives import DEFAULT, ModelObjectives
 from kvferry.proxy.wire.dialects import NATIVE_DIALECT, VLLM_KVFERRY
 from kvferry.proxy.wire.registration import Incarnation
@@ -175,13 +175,13 @@ class Router:
             leg: Leg = "prefill" if request.one_token else "decode"
             node = self._lone(request, leg, turns)
             if node is not None:
-                return Decision(self._lone_pair(node, request), is_lone=True)
+                return Decision(self._lone_pair(node), is_lone=True)
             if any_serves_alone(snapshot, request.model, leg):
                 return NoPair.FULL
         if self._split_min_tokens and not apart:
             node = self._lone(request, "decode", turns)
             if node is not None and self._is_short(request, node):
-                return Decision(self._lone_pair(node, request), is_lone=True)
+                return Decision(self._lone_pair(node), is_lone=True)
         return self._pair(request, turns, apart)
 
     def _choose_decode_only(
@@ -190,7 +190,7 @@ class Router:
         """Choose a decode agent of the snapshot that was followed last."""
         node = self._lone(request, "decode", turns)
         if node is not None:
-            return Decision(self._lone_pair(node, request), is_lone=True, is_decode_only=True)
+            return Decision(self._lone_pair(node), is_lone=True, is_decode_only=True)
         able = any_serves_alone(snapshot, request.model, "decode")
         return NoPair.FULL if able else NoPair.NO_PREFILL
 
@@ -209,7 +209,7 @@ class Router:
         streamed = self.streams(prefill, decode, request)
         lenders = self._prefix_lenders
         lender = None if lenders is None else lenders.best(partners, prefill, request)
-        return Decision(Pair(prefill, decode, streamed, lender, self._predict(prefill, decode, request)))
+        return Decision(Pair(prefill, decode, streamed, lender, self._costs.predict(prefill, decode)))
 
     def _lone(self, request: RoutingRequest, leg: Leg, turns: Turns) -> Node | None:
         """Choose an agent of the leg's role that could serve all of the request, if any has room."""
@@ -217,11 +217,8 @@ class Router:
         turn = turns.of(request.model, lone=True)
         return self._policies[leg].pick_alone(able, request, turn) if able else None
 
-    def _lone_pair(self, node: Node, request: RoutingRequest) -> Pair:
-        return Pair(node, node, prediction=self._predict(node, node, request))
-
-    def _predict(self, prefill: Node, decode: Node, request: RoutingRequest) -> Prediction | None:
-        return self._costs.predict(prefill, decode, request.tokens, request.decoded_sequences)
+    def _lone_pair(self, node: Node) -> Pair:
+        return Pair(node, node, prediction=self._costs.predict(node, node))
 
     def _is_short(self, request: RoutingRequest, node: Node) -> bool:
         cached = self._policies["decode"].cached_tokens(node, request)
@@ -233,8 +230,9 @@ class Router:
         if least is None:
             chunk = prefill.info.prefill_chunk
             least = 0 if chunk is None else chunk + 1
-        cached = self._policies["prefill"].cached_tokens(prefill, request)
-        return least > 0 and request.tokens_per_prompt - cached >= least
+        if least <= 0:
+            return False
+        return request.tokens_per_prompt - self._policies["prefill"].cached_tokens(prefill, request) >= least
 
 
 def _policy(name: PolicyName, costs: RouteCosts, leg: Leg) -> Policy:

@@ -7,7 +7,8 @@ import asyncio
 import math
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -211,7 +212,9 @@ def test_with_as_many_as_wanted_routing_predicts_full_agents(prompt_s: float, pe
     (node,) = (
         replace(each, speed=speed, prefill_share=share) for each in snapshot(registration("both", 1)).nodes
     )
-    predicted = RouteCosts(lambda _: 0, {}, {}, DEFAULT).predict(node, node, 0, decoding)  # type: ignore[arg-type]
+    costs = RouteCosts(lambda _: 0, {}, {}, DEFAULT)
+    costs.at(0.0, (), cast(Any, SimpleNamespace(model="", tokens=0, decoded_sequences=decoding)))
+    predicted = costs.predict(node, node)
     assert predicted is not None and predicted.token_s is not None
     assert per_s * tokens * predicted.token_s / wanted == pytest.approx(decoding)
     assert decoding + hold_s / per_sequence == pytest.approx(10), "its slots"
