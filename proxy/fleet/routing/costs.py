@@ -29,7 +29,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
-from kvferry.proxy.fleet.snapshot import Node, Prediction
+from kvferry.proxy.fleet.snapshot import Node, Prediction, Speed
 from kvferry.proxy.objectives import ModelObjectives, Objective
 from kvferry.proxy.wire.registration import Incarnation
 
@@ -55,10 +55,7 @@ they can wait, and near the objective their delay counts in full.
 Cost = tuple[bool, float]
 """Whether an objective is predicted to be missed, and the cost in seconds; so the least is the best."""
 UNKNOWN: Cost = (True, math.inf)
-_DecodeTerms = tuple[bool, float, float, float]
-"""Of the cost of decoding: whether an objective is predicted to be missed, the weight of the seconds that
-follow and of those for which decoding is delayed, the seconds, and the price.
-"""
+_State = tuple[float, int, float]
 
 
 def add(first: Cost, second: Cost) -> Cost:
@@ -101,9 +98,9 @@ class RouteCosts:
     ) -> None:
         self._now = 0.0
         self._request: CostedRequest
-        self._states: dict[Incarnation, tuple[float, int, float]] = {}
-        self._prefill_costs: dict[Incarnation, Cost] = {}
-        self._known_terms: dict[Incarnation, _DecodeTerms] = {}
+        self._count = 0
+        """Of the request's sequences that are decoded."""
+        self._states: dict[Incarnation, _State] = {}
         self._sequences = sequences
         self._prefills = prefills
         self._predicted = predicted
@@ -114,12 +111,10 @@ class RouteCosts:
 
     def at(self, now: float, nodes: Iterable[Node], request: CostedRequest) -> None:
         """Begin the choice for a request among these agents, at this time on the router's clock."""
-        self._now, self._request = now, request
+        self._now, self._request, self._count = now, request, request.decoded_sequences
         objectives = self._objectives
         self._ttft_s, self._tpot_s = objectives.of_models.get(request.model, objectives.default)
         self._states.clear()
-        self._prefill_costs.clear()
-        self._known_terms.clear()
         if now - self._priced_at >= PRICE_S:
             kept = math.exp((self._priced_at - now) / PRICE_DECAY_S)
             before, self._prices, self._priced_at = self._prices, self._prices_of(nodes), now
@@ -128,21 +123,31 @@ class RouteCosts:
 
     def prefill(self, node: Node) -> Cost:
         """Return the cost of the prefill leg."""
-        agent = node.info.incarnation
-        known = self._prefill_costs.get(agent)
-        if known is None:
-            known = self._prefill_costs[agent] = self._prefill_cost(node)
-        return known
+        speed = node.speed
+        if speed.token_s is None:
+            return UNKNOWN
+        queue_s, others, share = self._state(node)
+        work_s = self._request.tokens * speed.token_s * node.bias.prefill
+        late = queue_s + work_s > (self._request.ttft_s or self._ttft_s)
+        if not others:
+            return late, queue_s + work_s
+        weight = self._weight(node)
+        delayed_s = self._step(node, others, share + work_s / _burst_s(speed))
+        if delayed_s is not None:
+            late = late or delayed_s > self._tpot_s
+            weight *= min(1.0, max(0.0, delayed_s / self._tpot_s)) ** SLACK_POWER
+        return late, queue_s + work_s * (1.0 + others * weight)
 
     def decode(self, node: Node) -> Cost:
         """Return the cost of the decode leg, where another server computes the prompt."""
-        return self._decoding(node, self._state(node)[0] + node.speed.pull_s)
+        state = self._state(node)
+        return self._decoding(node, state, state[0] + node.speed.pull_s)
 
     def alone(self, node: Node) -> Cost:
         """Return the cost of both."""
-        queue_s, _, share = self._state(node)
+        state = queue_s, _, share = self._state(node)
         delay_s = (queue_s + self._request.tokens * (node.speed.token_s or 0.0) * node.bias.prefill) * share
-        return add(self.prefill(node), self._decoding(node, delay_s))
+        return add(self.prefill(node), self._decoding(node, state, delay_s))
 
     def predict(self, prefill: Node, decode: Node) -> Prediction | None:
         """Return when the prompt is computed if it is sent to the server now, and the time per token of its
@@ -151,10 +156,10 @@ class RouteCosts:
         token_s, now = prefill.speed.token_s, self._now
         if token_s is None:
             return None
-        count, work_s = self._request.decoded_sequences, self._request.tokens * token_s * prefill.bias.prefill
+        count, work_s = self._count, self._request.tokens * token_s * prefill.bias.prefill
         queue_s, _, _ = self._state(prefill)
         last = self._predicted.get(prefill.info.incarnation)
-        burst_s = _burst_s(prefill)
+        burst_s = _burst_s(prefill.speed)
         burst = 0.0 if last is None else last.share * math.exp((last.at - now) / burst_s)
         _, others, share = self._state(decode)
         step_s = self._step(decode, others + count, share) if count else None
@@ -171,42 +176,21 @@ class RouteCosts:
         shares = {model: min(MAX_SHARE, share / max(1, idle[model])) for model, share in busy.items()}
         return {model: share / (1.0 - share) for model, share in shares.items()}
 
-    def _prefill_cost(self, node: Node) -> Cost:
-        token_s, request = node.speed.token_s, self._request
-        if token_s is None:
-            return UNKNOWN
-        queue_s, others, share = self._state(node)
-        work_s = request.tokens * token_s * node.bias.prefill
-        late = queue_s + work_s > (request.ttft_s or self._ttft_s)
-        if not others:
-            return late, queue_s + work_s
-        delayed_s, weight = self._step(node, others, share + work_s / _burst_s(node)), self._weight(node)
-        if delayed_s is not None:
-            late = late or delayed_s > self._tpot_s
-            weight *= min(1.0, max(0.0, delayed_s / self._tpot_s)) ** SLACK_POWER
-        return late, queue_s + work_s * (1.0 + others * weight)
-
-    def _decoding(self, node: Node, delay_s: float) -> Cost:
-        if not self._request.decoded_sequences:
+    def _decoding(self, node: Node, state: _State, delay_s: float) -> Cost:
+        """Return the cost of decoding, which is delayed for so long."""
+        count, speed = self._count, node.speed
+        if not count:
             return False, 0.0
-        agent = node.info.incarnation
-        known = self._known_terms.get(agent)
-        if known is None:
-            known = self._known_terms[agent] = self._decode_terms(node)
-        late, weight, answer_s, price_s = known
-        return late, weight * (delay_s + answer_s) + price_s
-
-    def _decode_terms(self, node: Node) -> _DecodeTerms:
-        _, others, share = self._state(node)
-        request, speed, count = self._request, node.speed, self._request.decoded_sequences
+        _, others, share = state
         own_s, sequence_s = self._step(node, others + count, share), speed.sequence_s
         if own_s is None or sequence_s is None:
-            return True, 1.0, math.inf, 0.0
+            return UNKNOWN
         answer_s, price_s = speed.answer_tokens * own_s, 0.0
         if node.info.role == "both":
             price_s = answer_s * self._prices.get(node.info.model, 0.0) / (others + 1)
         answer_s += speed.answer_tokens * others * sequence_s * node.bias.decode
-        return own_s > (request.tpot_s or self._tpot_s), self._weight(node) * count, answer_s, price_s
+        late = own_s > (self._request.tpot_s or self._tpot_s)
+        return late, self._weight(node) * count * (delay_s + answer_s) + price_s
 
     def _step(self, node: Node, count: int, share: float) -> float | None:
         """Return the time per token of so many sequences, while prompts take that share of the time."""
@@ -218,7 +202,7 @@ class RouteCosts:
     def _weight(self, node: Node) -> float:
         return self._ttft_s / self._tpot_s / max(1.0, node.speed.answer_tokens)
 
-    def _state(self, node: Node) -> tuple[float, int, float]:
+    def _state(self, node: Node) -> _State:
         """Return the seconds until a prompt that is sent now is begun; the sequences that are decoded there,
         or will be once their prompts are computed; and the share of the agent's time that prompts take:
         lately, or of those sent a moment ago, which may be a burst.
@@ -236,7 +220,7 @@ class RouteCosts:
         if last is not None:
             if reported_s is None or last.at >= node.heard_at:
                 queue_s = max(queue_s, last.first_token_at - now)
-            share = max(share, min(1.0, last.share * math.exp((last.at - now) / _burst_s(node))))
+            share = max(share, min(1.0, last.share * math.exp((last.at - now) / _burst_s(node.speed))))
         decoding = 0
         if info.role != "prefill":  # what it has is prompts, those of other proxies and of one token too
             decoding = max(0, self._sequences(node) - self._prefills.get(info.incarnation, 0))
@@ -244,7 +228,7 @@ class RouteCosts:
         return state
 
 
-def _burst_s(node: Node) -> float:
+def _burst_s(speed: Speed) -> float:
     """Return the time constant of a burst: how long an answer of average length takes there."""
-    answer_s = node.speed.answer_tokens * (node.speed.step_s or 0.0)
+    answer_s = speed.answer_tokens * (speed.step_s or 0.0)
     return min(LONGEST_BURST_S, max(SHORTEST_BURST_S, answer_s)) if answer_s else LONGEST_BURST_S
