@@ -285,10 +285,11 @@ def _compared(candidates: Candidates, turn: int) -> list[Node]:
     measured anything.
     """
     count = len(candidates)
-    if candidates[turn % count].speed.token_s is None:
+    first = candidates[turn % count]
+    if first.speed.token_s is None:
         return []
     looks = count if count <= ALL_LOOKS else MAX_LOOKS
-    return [candidates[(turn + at * (count // looks)) % count] for at in range(looks)]
+    return [first, *(candidates[(turn + at * (count // looks)) % count] for at in range(1, looks))]
 
 
 def _least(nodes: Sequence[Node], cost: Callable[[Node], Cost]) -> tuple[Cost, Node] | None:

@@ -201,9 +201,10 @@ class Router:
             return index.reason(request.model, apart=apart) or NoPair.FULL
         prefill = self._policies["prefill"].pick(prefills, request, turn)
         partners = index.partners(prefill, request.n, apart=apart)
-        skewed = _skewed(turn, len(prefills), len(partners))
+        num_partners = len(partners)
+        skewed = _skewed(turn, len(prefills), num_partners)
         policy, least = self._policies["decode"], None
-        if self._may_be_alone and not apart and len(partners) > 1 and isinstance(policy, LeastWork):
+        if self._may_be_alone and not apart and num_partners > 1 and isinstance(policy, LeastWork):
             least = policy.pair(prefill, partners, skewed)
         prefill, decode = least or (prefill, policy.pick(partners, request, skewed))
         streamed = self.streams(prefill, decode, request)

@@ -58,6 +58,8 @@ class RoutingRequest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def tokens(self) -> int:
         """The prompt's length in tokens: exact for token ids, else an estimate."""
         prompt = self._json
+        if prompt.startswith(b'"'):
+            return -(-(len(prompt) - 2) // BYTES_PER_TOKEN)
         if _is_of_ids(prompt):
             return prompt.count(b",") + 1
         return -(-len(_text(prompt)) // BYTES_PER_TOKEN)
