@@ -22,6 +22,7 @@ from kvferry.common.http.refusals import encoding_refusal
 from kvferry.common.json_errors import check_utf8
 from kvferry.proxy.errors import NOT_JSON, InvalidRequest, UnsupportedEncoding
 from kvferry.proxy.ids import Endpoint, RequestId
+from kvferry.proxy.wire.dialects import MAX_KEEP_S
 
 MAX_CHOICES = 128
 MAX_MODEL_CHARS = 1024
@@ -46,7 +47,7 @@ MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1
 Priority = Annotated[int, Meta(ge=MIN_PRIORITY, le=MAX_PRIORITY)]
 MIN_OBJECTIVE_MS, MAX_OBJECTIVE_MS = 0.1, 3_600_000.0
 _PRIORITY = re.compile(r"-?[0-9]{1,10}")
-_MS = re.compile(r"[0-9]{1,7}(\.[0-9]{1,6})?")
+_NUMBER = re.compile(r"[0-9]{1,7}(\.[0-9]{1,6})?")
 NO_SEED = -1
 """A client's seed that asks for none, as vLLM takes it."""
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -67,15 +68,12 @@ class RequestHead:
 
     def objective_s(self, name: str) -> float | None:
         """Return an objective of the client's, which the header has in ms. Raises `InvalidRequest`."""
-        value = self.header(name.encode())
-        if value is None:
-            return None
-        if not _MS.fullmatch(value) or not MIN_OBJECTIVE_MS <= float(value) <= MAX_OBJECTIVE_MS:
-            least, most = MIN_OBJECTIVE_MS, int(MAX_OBJECTIVE_MS)
-            raise InvalidRequest(
-                f"the header {name} must be a number of ms, from {least} to {most}", param=name
-            )
-        return float(value) / 1000
+        value = self._number(name, "ms", MIN_OBJECTIVE_MS, MAX_OBJECTIVE_MS)
+        return None if value is None else value / 1000
+
+    def cache_ttl_s(self) -> float | None:
+        """Return what the header `x-cache-ttl-s` has. Raises `InvalidRequest`."""
+        return self._number("x-cache-ttl-s", "seconds", 0, MAX_KEEP_S)
 
     def priority(self) -> int | None:
         """Return the priority that the header `x-priority` has. Raises `InvalidRequest`."""
@@ -96,6 +94,22 @@ class RequestHead:
         if value not in (None, "true", "false"):
             raise InvalidRequest("the header x-slo-reject must be true or false", param="x-slo-reject")
         return value == "true"
+
+    def _number(self, name: str, unit: str, least: float, most: float) -> float | None:
+        value = self.header(name.encode())
+        if value is None:
+            return None
+        if not _NUMBER.fullmatch(value) or not least <= float(value) <= most:
+            message = f"the header {name} must be a number of {unit}, from {least:g} to {most:.0f}"
+            raise InvalidRequest(message, param=name)
+        return float(value)
+
+
+def parse_cache_ttl(text: str) -> float:
+    """Parse a `cache_ttl_s`. Raises `ValueError`."""
+    if not _NUMBER.fullmatch(text) or float(text) > MAX_KEEP_S:
+        raise ValueError(f"must be a number of seconds, {MAX_KEEP_S:.0f} at most")
+    return float(text)
 
 
 def parse_priority(text: str) -> int:
@@ -139,6 +153,7 @@ class _CommonFields(msgspec.Struct, kw_only=True):
     priority: Priority | None = None
     prompt_logprobs: Raw = field(default_factory=Raw)
     cache_salt: Raw = field(default_factory=Raw)
+    cache_ttl_s: Annotated[float, Meta(ge=0, le=MAX_KEEP_S)] | None = None
     kvferry_timing: bool | None = None
     kvferry_hints: Raw = field(default_factory=Raw)
     kv_transfer_params: Raw = field(default_factory=Raw)
@@ -180,7 +195,8 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
     logprobs of the prompt itself are requested, or nothing but the prompt. `ttft_s` and `tpot_s` are the
     objectives of the client's headers, in seconds; `rejects_late`: whether the request is to be rejected
     where the first would be missed. `priority`: the lower goes first. `key`: which client it is, for those
-    with an API key.
+    with an API key. `cache_ttl_s`: for how many seconds the KV of the prompt and the answers is to be kept
+    for the next turn; None leaves that to the proxy.
     """
 
     endpoint: Endpoint
@@ -207,6 +223,7 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
     rejects_late: bool = False
     priority: int = 0
     key: bytes = b""
+    cache_ttl_s: float | None = None
 
     @property
     def sequences(self) -> int:
@@ -256,6 +273,7 @@ def parse_request(endpoint: Endpoint, raw: bytes) -> ClientRequest:
             raise InvalidRequest(f"{name} is reserved for the proxy", param=name)
         body.pop(name, None)
     body.pop("kvferry_hints", None)
+    body.pop("cache_ttl_s", None)
     if fields.stream_options is not None and not fields.stream:
         raise InvalidRequest("stream_options is only allowed with stream=true", param="stream_options")
     n, prompts, longest = fields.n or 1, 1, None
@@ -294,6 +312,7 @@ def parse_request(endpoint: Endpoint, raw: bytes) -> ClientRequest:
         cache_salt=Raw() if bytes(fields.cache_salt) == b"null" else fields.cache_salt,
         hints=fields.kvferry_hints,
         priority=fields.priority or 0,
+        cache_ttl_s=fields.cache_ttl_s,
     )
 
 

@@ -108,6 +108,7 @@ class Services:
             new_exchange=partial(Exchange, self.exchanges),
             max_model_len=self.fleet.max_model_len,
             share_prefixes=config.share_prefixes,
+            keep_turns_s=config.keep_turns_s,
             metrics=self.metrics,
             failures=self.failures,
             timelines=self.timelines,

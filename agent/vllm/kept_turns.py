@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turns of conversations whose KV a decode server keeps, and lends to the prefill server of the next turn.
 
-vLLM does not free a request's blocks while they are kept. So they are at most `_MOST` of all, and the oldest
-go first when vLLM has few free ones.
+vLLM does not free a request's blocks while they are kept. So they are at most `_MOST` of all. For a new turn,
+or when vLLM has few free blocks, the oldest turn of the client that has most goes first: of requests with one
+`cache_salt`, which the proxy makes of an API key.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from kvferry.agent.vllm.identity import has_plain_ids, prefix_hashes
 
@@ -27,6 +29,11 @@ class Keeper(Protocol):
     def drop_kept(self, keys: Sequence[str]) -> None: ...
 
 
+class _Turn(NamedTuple):
+    num_blocks: int
+    client: str
+
+
 class KeptTurns:
     """Called by the scheduler's thread.
 
@@ -42,8 +49,8 @@ class KeptTurns:
         self._block_size = block_size
         self._num_blocks = num_blocks
         self._free_blocks = free_blocks
-        self._kept: dict[str, int] = {}
-        """How many blocks each request has, the oldest first, until the plane says that it has ended."""
+        self._kept: dict[str, _Turn] = {}
+        """By request, the oldest first, until the plane says that it has ended."""
         self._ending: set[str] = set()
 
     def keep(self, request: Any, blocks: Sequence[int], keep_s: float) -> bool:
@@ -60,14 +67,14 @@ class KeptTurns:
         while self.num_blocks + len(blocks) > most:
             self._end_oldest()
         hashes = prefix_hashes(request, request.all_token_ids[: count * self._block_size], self._block_size)
-        self._kept[request.request_id] = len(blocks)
+        self._kept[request.request_id] = _Turn(len(blocks), request.cache_salt or "")
         self._plane.keep(request.request_id, blocks[:count], hashes, keep_s)
         return True
 
     @property
     def num_blocks(self) -> int:
         """Those that are kept and not about to be freed; one that two turns share counts twice."""
-        return sum(blocks for key, blocks in self._kept.items() if key not in self._ending)
+        return sum(turn.num_blocks for key, turn in self._kept.items() if key not in self._ending)
 
     def make_room(self) -> None:
         """Free the oldest if vLLM has few free blocks."""
@@ -85,6 +92,11 @@ class KeptTurns:
         self._plane.drop_kept(list(self._kept))
 
     def _end_oldest(self) -> None:
-        key = next(each for each in self._kept if each not in self._ending)
+        turns = {key: turn for key, turn in self._kept.items() if key not in self._ending}
+        held = Counter[str]()
+        for turn in turns.values():
+            held[turn.client] += turn.num_blocks
+        [(most, _)] = held.most_common(1)
+        key = next(key for key, turn in turns.items() if turn.client == most)
         self._ending.add(key)
         self._plane.end_kept(key)

@@ -19,7 +19,7 @@ from pathlib import Path
 from kvferry.common.hashing import Purpose, digest
 from kvferry.proxy.api.rate_limit import Rate, RateLimit
 from kvferry.proxy.errors import Unauthorized
-from kvferry.proxy.request import MIN_PRIORITY, RequestHead, parse_priority
+from kvferry.proxy.request import MIN_PRIORITY, RequestHead, parse_cache_ttl, parse_priority
 
 MIN_KEY_CHARS = 16
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/openapi.json"})
@@ -48,6 +48,7 @@ class Access(enum.IntEnum):
 class Client:
     """The holder of a key. `salt_key`: by which the salts of its requests are made (`proxy.request`).
     `id`: tells it from others. `min_priority`: no request of its goes before those of that priority.
+    `max_cache_ttl_s`: the longest `cache_ttl_s` of its requests; None: the proxy's.
     """
 
     access: Access
@@ -55,6 +56,7 @@ class Client:
     salt_key: bytes | None
     id: bytes
     min_priority: int
+    max_cache_ttl_s: float | None = None
 
 
 ANONYMOUS = Client(Access.NONE, None, None, b"", MIN_PRIORITY)
@@ -133,7 +135,7 @@ def authenticate(keys: ApiKeys, head: RequestHead) -> Client:
 
 def _client(key: str, words: Sequence[str]) -> Client:
     """Parse the words after a key. Raises `ValueError`."""
-    access, rates, priority = Access.CLIENT, dict[str, Rate](), None
+    access, rates, priority, ttl_s = Access.CLIENT, dict[str, Rate](), None, None
     for word in words:
         name, _, value = word.partition("=")
         if word == "admin" and access is Access.CLIENT:
@@ -142,11 +144,16 @@ def _client(key: str, words: Sequence[str]) -> Client:
             rates[name] = Rate.parse(value)
         elif name == "priority" and priority is None:
             priority = parse_priority(value)
+        elif name == "cache-ttl" and ttl_s is None:
+            ttl_s = parse_cache_ttl(value)
         else:
-            raise ValueError("only admin, requests=RATE, tokens=RATE and priority=N are allowed, each once")
+            raise ValueError(
+                "only admin, requests=RATE, tokens=RATE, priority=N and cache-ttl=SECONDS are allowed, "
+                "each once"
+            )
     salt_key = digest(Purpose.SALT_KEY, _raw(key), size=_DIGEST_BYTES)
     rate_limit = RateLimit(rates.get("requests"), rates.get("tokens")) if rates else None
-    return Client(access, rate_limit, salt_key, _digest(key)[:_ID_BYTES], priority or 0)
+    return Client(access, rate_limit, salt_key, _digest(key)[:_ID_BYTES], priority or 0, ttl_s)
 
 
 def _needed(path: str) -> Access:

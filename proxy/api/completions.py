@@ -28,6 +28,7 @@ from kvferry.proxy.errors import (
     AgentError,
     BodyTooLarge,
     BodyTooSlow,
+    InvalidRequest,
     ProxyError,
     TooManyBodies,
     TooManyResponses,
@@ -75,7 +76,8 @@ STREAM_HEADERS: tuple[Header, ...] = (
     (b"x-accel-buffering", b"no"),  # nginx would buffer events
 )
 
-_ORDER_HEADERS = frozenset((b"x-priority", b"x-slo-reject", b"x-slo-tpot-ms", b"x-slo-ttft-ms"))
+_HEADERS = frozenset((b"x-cache-ttl-s", b"x-priority", b"x-slo-reject", b"x-slo-tpot-ms", b"x-slo-ttft-ms"))
+"""Those that are as good as fields of the body."""
 
 NewExchange = Callable[[ClientRequest, Identity, RequestLog], Exchange]
 
@@ -115,6 +117,7 @@ class Completions:
         new_exchange: NewExchange,
         max_model_len: Callable[[str], int | None],
         share_prefixes: bool,
+        keep_turns_s: float | None,
         metrics: Metrics,
         failures: FailureLog,
         timelines: Timelines,
@@ -126,6 +129,7 @@ class Completions:
         self._new_exchange = new_exchange
         self._max_model_len = max_model_len
         self._share_prefixes = share_prefixes
+        self._keep_turns_s = keep_turns_s
         self._metrics = metrics
         self._failures = failures
         self._timelines = timelines
@@ -161,7 +165,7 @@ class Completions:
             if rate_limit is not None and rate_limit.counts_tokens:
                 context = self._max_model_len(request.model)
                 tokens = TokenReservation(rate_limit, request, context, time.monotonic())
-            request = writer.count_tokens(_with_order(request, head, client))
+            request = writer.count_tokens(_with_headers(request, head, client, self._keep_turns_s))
             log.set_request(request, show_prompt=self._log_prompts)
             ids = new_identity(
                 endpoint,
@@ -249,13 +253,19 @@ def _parse_body(
     return request if salt_key is None else salted(request, salt_key)
 
 
-def _with_order(request: ClientRequest, head: RequestHead, client: Client) -> ClientRequest:
-    """Set what the headers and the client's key say of when the request is to be served.
-
-    Raises `InvalidRequest`.
+def _with_headers(
+    request: ClientRequest, head: RequestHead, client: Client, keep_turns_s: float | None
+) -> ClientRequest:
+    """Set what the headers and the client's key say of when the request is to be served, and for how long its
+    KV is to be kept. Raises `InvalidRequest`.
     """
-    if client is ANONYMOUS and _ORDER_HEADERS.isdisjoint(head.headers):
+    if client is ANONYMOUS and request.cache_ttl_s is None and _HEADERS.isdisjoint(head.headers):
         return request
+    ttl_s = request.cache_ttl_s if (of_header := head.cache_ttl_s()) is None else of_header
+    most_s = 0.0 if keep_turns_s is None else client.max_cache_ttl_s or keep_turns_s
+    if ttl_s is not None and ttl_s > most_s:
+        why = f"may be {most_s:g} at most" if most_s else "is not supported by this proxy"
+        raise InvalidRequest(f"cache_ttl_s {why}", param="cache_ttl_s")
     asked = request.priority if (of_header := head.priority()) is None else of_header
     priority, body = max(asked, client.min_priority), request.body
     if priority != request.priority and request.asks_for("priority"):
@@ -268,6 +278,7 @@ def _with_order(request: ClientRequest, head: RequestHead, client: Client) -> Cl
         rejects_late=head.rejects_late(),
         priority=priority,
         key=client.id,
+        cache_ttl_s=ttl_s,
     )
 
 

@@ -175,6 +175,7 @@ class Dialect(ABC):
     which a decode server does not notice. `lease_s`: how many seconds that is, as the operator says; None
     if unknown. `lease_flag`: where the operator says it. `expiry_counter`: its Prometheus counter of KV that
     expired unread, if it has one. `forks`: whether all choices of a prompt are sampled from one transfer.
+    `keeps_turns`: whether a decode server keeps KV for a while that is said in the leg.
     `uses_kv_endpoints`: whether legs may need a `KvEndpoint`, looked up or learned. `drop_status`: the HTTP
     status of a drop that was delivered.
 
@@ -191,6 +192,7 @@ class Dialect(ABC):
     expiry_counter: ClassVar[str | None] = None
     lease_s: float | None = None
     forks: ClassVar[bool] = False
+    keeps_turns: ClassVar[bool] = False
     uses_kv_endpoints: ClassVar[bool] = False
     drop_status: ClassVar[int] = 404
     is_native: ClassVar[bool] = False
@@ -200,6 +202,8 @@ class Dialect(ABC):
         wrongly or not at all.
         """
         check_fields(request.body, self.fields[request.endpoint], self.allow_fields)
+        if not self.keeps_turns:
+            reject_cache_ttl(request, self.name)
 
     @abstractmethod
     def leg_order(self, endpoints: Endpoints, kv_endpoint: KvEndpoint | None) -> LegOrder:
@@ -319,6 +323,12 @@ def reject_unsupported(request: ClientRequest, engine: str, *fields: str) -> Non
     for field in fields:
         if request.asks_for(field):
             raise InvalidRequest(f"{field} is not supported with {engine}", param=field)
+
+
+def reject_cache_ttl(request: ClientRequest, dialect: str) -> None:
+    """Raise `InvalidRequest` where the client says for how long its turn is to be kept."""
+    if request.cache_ttl_s:
+        raise InvalidRequest(f"cache_ttl_s is not supported by {dialect} servers", param="cache_ttl_s")
 
 
 def reject_ranking(request: ClientRequest, engine: str) -> None:

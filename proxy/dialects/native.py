@@ -24,6 +24,7 @@ from kvferry.proxy.dialects.base import (
     LegRequest,
     Prefilled,
     SubRequest,
+    reject_cache_ttl,
 )
 from kvferry.proxy.dialects.sent_tokens import SentTokens
 from kvferry.proxy.errors import NOT_JSON, BadResponse, InvalidRequest
@@ -57,6 +58,7 @@ class Native(Dialect):
             raise InvalidRequest(
                 "use_beam_search is not supported with kvferry agents", param="use_beam_search"
             )
+        reject_cache_ttl(request, self.name)
         # An agent would say so too, but only of the decode leg: the prefill leg is not streamed.
         if request.continuous_usage and not request.include_usage:
             message = "continuous_usage_stats needs include_usage to be true"

@@ -138,11 +138,13 @@ _IDS = msgspec.json.Decoder(tuple[int, ...] | None)
 class VllmKvferry(vllm.VllmDialect):
     """The connector's `kv_transfer_params`: docs/engines/vllm.md.
 
-    `keep_turns_s`: for how long a decode server keeps the KV of a prompt and its answer, to be lent.
+    `keep_turns_s`: for how long a decode server keeps the KV of a prompt and its answer, to be lent, unless
+    the client says how long.
     """
 
     name: ClassVar[str] = VLLM_KVFERRY
     forks: ClassVar[bool] = True
+    keeps_turns: ClassVar[bool] = True
     keep_turns_s: float = 0.0
 
     def leg_order(self, endpoints: Endpoints, kv_endpoint: KvEndpoint | None) -> LegOrder:
@@ -179,11 +181,13 @@ class VllmKvferry(vllm.VllmDialect):
         self, sub: SubRequest, endpoints: Endpoints, prefilled: Prefilled, kv_endpoint: KvEndpoint | None
     ) -> LegRequest:
         """The client's own body with the prefill's params."""
-        return make_leg(sub, endpoints.decode_rank, vllm.decode_body(sub, self._fetch(prefilled)))
+        return make_leg(sub, endpoints.decode_rank, vllm.decode_body(sub, self._fetch(sub, prefilled)))
 
-    def _fetch(self, prefilled: Prefilled) -> dict[str, Any] | None:
+    def _fetch(self, sub: SubRequest, prefilled: Prefilled) -> dict[str, Any] | None:
         """The prefill's params, verbatim, and for how long to keep what comes of them."""
-        kept = {"keep_s": self.keep_turns_s} if self.keep_turns_s else {}
+        asked_s = sub.request.cache_ttl_s
+        keep_s = self.keep_turns_s if asked_s is None else asked_s
+        kept = {"keep_s": keep_s} if keep_s else {}
         return None if prefilled.params is None else {**prefilled.params, **kept}
 
     def prefix_source(self, lender: Register, min_tokens: int) -> dict[str, Any] | None:
@@ -239,7 +243,7 @@ class VllmKvferry(vllm.VllmDialect):
         }
         if request.min_tokens:
             body["min_tokens"] = max(0, request.min_tokens - done)
-        if (fetch := self._fetch(prefilled)) is not None:
+        if (fetch := self._fetch(sub, prefilled)) is not None:
             body["kv_transfer_params"] = fetch
         leg = make_leg(sub, endpoints.decode_rank, msgspec.json.encode(body))
         return msgspec.structs.replace(leg, path=_COMPLETIONS)

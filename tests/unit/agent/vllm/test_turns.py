@@ -188,11 +188,11 @@ def test_a_model_with_windows_neither_keeps_nor_asks() -> None:
 
 
 def decoded(
-    engine: Engine, name: str = "d", length: int = 10, keep_s: float = 9.0, ahead: int = 0
+    engine: Engine, name: str = "d", length: int = 10, keep_s: float = 9.0, ahead: int = 0, salt: str = ""
 ) -> VllmRequest:
     """A decode leg that has ended after three tokens. `ahead`: steps that vLLM has scheduled beyond them."""
     request = engine.vllm.add(
-        VllmRequest(name, prompt(length), fetch_params(name, length) | {"keep_s": keep_s})
+        VllmRequest(name, prompt(length), fetch_params(name, length) | {"keep_s": keep_s}, cache_salt=salt)
     )
     engine.vllm.step()
     engine.plane.events.append(done(name))
@@ -250,6 +250,19 @@ def test_the_oldest_goes_when_much_is_kept() -> None:
     decoded(engine, "long", length=4 * (BLOCKS // 4) + 1)
     assert "long" not in engine.plane.kept
     engine.plane.events += [KeptEnded(key=name) for name in names]
+    engine.vllm.step()
+    engine.check_all_free()
+
+
+def test_of_two_clients_the_one_that_has_most_loses_its_oldest() -> None:
+    """One with many turns does not displace the others' only ones."""
+    engine = Engine()
+    decoded(engine, "first", length=13, salt="few")
+    names = [f"d{number}" for number in range(BLOCKS // 4 // 4 + 1)]
+    for name in names:
+        decoded(engine, name, length=13, salt="many")
+    assert engine.plane.ended == ["d0", "d1"]
+    engine.plane.events += [KeptEnded(key=name) for name in ["first", *names]]
     engine.vllm.step()
     engine.check_all_free()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a client's headers, fields and API key say of when its request is served."""
+"""What a client's headers, fields and API key say of when its request is served, and how long it is kept."""
 
 from __future__ import annotations
 
@@ -88,6 +88,42 @@ async def test_a_field_that_reaches_servers_has_what_the_key_allows(
         assert [server.asked[-1].body["priority"] for server in servers] == [reaches] * 2
 
 
+async def test_a_turn_is_kept_for_as_long_as_the_client_says_and_its_key_allows(
+    start_stage: StartStage, tmp_path: Path
+) -> None:
+    path = tmp_path / "keys"
+    path.write_text(f"{PLAIN}\n{URGENT} cache-ttl=600\n")
+    stage = await start_stage(api_keys=path, keep_turns_s=30.0)
+    fabric, roles = Fabric(), ("prefill", "decode")
+    made = [VllmKvferryServer(role=role, proxies=(stage.discovery,), fabric=fabric) for role in roles]
+    _, decode = [await stage.bring(server) for server in made]
+    for name, field, header, kept in (
+        (PLAIN, None, {}, 30.0),
+        (PLAIN, 12.5, {}, 12.5),
+        (PLAIN, 30, {"x-cache-ttl-s": "0"}, None),
+        (URGENT, 1, {"X-Cache-TTL-s": "600"}, 600.0),
+        (URGENT, None, {}, 30.0),
+    ):
+        assert (await ask(stage, key(name) | header, prompt="a b", cache_ttl_s=field))[0] == 200
+        assert decode.asked[-1].body["kv_transfer_params"].get("keep_s") == kept
+        assert "cache_ttl_s" not in decode.asked[-1].body
+    for name, asked, most in ((PLAIN, 31, "30"), (URGENT, 601, "600")):
+        status, answer, _ = await ask(stage, key(name), cache_ttl_s=asked)
+        assert (status, answer["error"]["param"]) == (400, "cache_ttl_s")
+        assert f"may be {most} at most" in answer["error"]["message"]
+
+
+async def test_a_turn_that_nobody_would_keep_is_refused(start_stage: StartStage) -> None:
+    """By a proxy without --keep-turns-s, and for servers that keep none. 0 is what they do anyway."""
+    for settings in ({}, {"keep_turns_s": 30.0}):
+        stage = await start_stage(**settings)
+        await stage.pair()
+        status, answer, _ = await ask(stage, {}, cache_ttl_s=5)
+        assert (status, answer["error"]["param"]) == (400, "cache_ttl_s")
+        assert "is not supported" in answer["error"]["message"]
+        assert (await ask(stage, {"x-cache-ttl-s": "0"}))[0] == 200
+
+
 async def test_our_agents_have_no_priorities(stage: Stage) -> None:
     for agent in await stage.pair():
         assert (await ask(stage, {}, priority=-3))[0] == 200
@@ -111,6 +147,7 @@ async def test_without_keys_a_header_may_say_any_priority(stage: Stage) -> None:
         *[("x-priority", each) for each in ("", "x", "1.0", "+1", "1e3", "nan", "0x1", "-", "2147483648")],
         *[("x-priority", each) for each in ("-2147483649", "9" * 5000, "1_0", "1 2")],
         *[("x-slo-reject", each) for each in ("", "1", "yes", "TRUE", "x" * 5000)],
+        *[("x-cache-ttl-s", each) for each in ("", "-1", "3601", "1e3", "nan", "9" * 5000)],
     ],
 )  # fmt: skip
 async def test_nonsense_is_refused_by_name(stage: Stage, header: str, value: str) -> None:
@@ -126,10 +163,20 @@ async def test_a_field_that_is_no_priority_is_refused_by_name(start_stage: Start
     assert (status, answer["error"]["param"]) == (400, "priority")
 
 
+@pytest.mark.parametrize("value", ["5", -1, 3600.5, True, [1], {}])
+async def test_a_field_that_is_no_time_to_live_is_refused_by_name(stage: Stage, value: object) -> None:
+    status, answer, _ = await ask(stage, {}, cache_ttl_s=value)
+    assert (status, answer["error"]["param"]) == (400, "cache_ttl_s")
+
+
 @pytest.mark.parametrize(
-    "words", ["priority", "priority=", "priority=x", "priority=1 priority=1", "priority=9999999999"]
+    "words",
+    [
+        *("priority", "priority=", "priority=x", "priority=1 priority=1", "priority=9999999999"),
+        *("cache-ttl", "cache-ttl=", "cache-ttl=-1", "cache-ttl=3601", "cache-ttl=1 cache-ttl=1"),
+    ],
 )
-def test_a_key_files_line_with_a_mistaken_priority_is_refused(tmp_path: Path, words: str) -> None:
+def test_a_key_files_line_with_a_mistake_is_refused(tmp_path: Path, words: str) -> None:
     path = tmp_path / "keys"
     path.write_text(f"# keys\n{PLAIN} {words}\n")
     with pytest.raises(BadKeyFile, match="line 2") as caught:
