@@ -203,6 +203,8 @@ class UpstreamRequest:
 
     async def read(self, limit: int = MAX_BODY_BYTES) -> bytes:
         """The whole body. Raises `BadResponse` past `limit` bytes."""
+        if (whole := self._connection.take_body()) is not None:  # no more than a connection buffers
+            return whole
         try:
             return await _read_body(self._connection, limit)
         except (ConnectionBroken, TimeoutError) as error:
@@ -501,8 +503,6 @@ def origin_of(address: str) -> Origin:
 
 async def _read_body(connection: UpstreamConnection, limit: int) -> bytes:
     """The whole body. Raises as `UpstreamConnection.wait_complete`, and `BadResponse` past `limit` bytes."""
-    if (whole := connection.take_body()) is not None:  # no more than a connection buffers
-        return whole
     body = bytearray()  # one buffer: freed pieces would leave gaps in the heap
 
     def collect(part: bytes) -> None:
