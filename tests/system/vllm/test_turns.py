@@ -136,9 +136,12 @@ async def test_a_turn_computes_what_is_new(transfer: str, each: int, tmp_path: P
         await fleet.until_free()
 
 
-async def test_another_salt_finds_nothing(tmp_path: Path) -> None:
+async def test_another_salt_finds_nothing_nor_is_kept_what_a_client_says_not_to(tmp_path: Path) -> None:
     async with started(tmp_path) as fleet:
         prompt = ids(FIRST_TOKENS, 1)
+        answer = await fleet.ask(fleet.url, prompt, cache_salt="c", cache_ttl_s=0)
+        await fleet.ask(fleet.url, [*prompt, *answer, *ids(QUESTION_TOKENS, 2)], cache_salt="c")
+        assert await fleet.total(fleet.prefill, PULLS) == 0
         answer = await fleet.ask(fleet.url, prompt, cache_salt="a")
         longer = [*prompt, *answer, *ids(QUESTION_TOKENS, 2)]
         await fleet.ask(fleet.url, longer, cache_salt="b")
