@@ -124,7 +124,7 @@ class ProxyConfig(HttpOptions, TraceOptions, LogOptions):
 
     Security:
         api_keys: File of the API keys that clients must send, each with its limits (admin, requests=10/s,
-            tokens=600000/min, priority=10). Default: no authentication.
+            tokens=600000/min, priority=10, cache-ttl=600). Default: no authentication.
         share_prefixes: Let requests of different API keys share cached prefixes of prompts. A client can then
             find out, by the number of cached tokens and by time, which prompts others have sent.
         allowed_hosts: Without api_keys, further names by which clients may call the proxy, such as

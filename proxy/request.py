@@ -196,7 +196,7 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
     objectives of the client's headers, in seconds; `rejects_late`: whether the request is to be rejected
     where the first would be missed. `priority`: the lower goes first. `key`: which client it is, for those
     with an API key. `cache_ttl_s`: for how many seconds the KV of the prompt and the answers is to be kept
-    for the next turn; None leaves that to the proxy.
+    for the next turn; None leaves that to the proxy, up to `max_cache_ttl_s`.
     """
 
     endpoint: Endpoint
@@ -224,6 +224,7 @@ class ClientRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     key: bytes = b""
     cache_ttl_s: float | None = None
+    max_cache_ttl_s: float = MAX_KEEP_S
 
     @property
     def sequences(self) -> int:

@@ -468,7 +468,7 @@ class KvferryConnectorScheduler:
         if isinstance(task, FetchPrompt):
             self._leave(request.request_id, self._fetches[task.transfer_id])
             if request.status.name in _COMPUTED and len(block_ids) == 1:
-                return self._kept.keep(request, block_ids[0], task.keep_s), None
+                return self._kept.keep(request, block_ids[0], task), None
         beginning = self._beginnings.pop(request.request_id, None)
         if beginning is not None:
             self._leave(request.request_id, beginning)

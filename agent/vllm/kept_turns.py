@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turns of conversations whose KV a decode server keeps, and lends to the prefill server of the next turn.
 
-vLLM does not free a request's blocks while they are kept. So they are at most `_MOST` of all. For a new turn,
-or when vLLM has few free blocks, the oldest turn of the client that has most goes first: of requests with one
-`cache_salt`, which the proxy makes of an API key.
+vLLM does not free a request's blocks while they are kept. So they are at most `_MOST` of all. What has to go
+for a new turn, or because vLLM has few free blocks, is the oldest turn of the client that has most.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from kvferry.agent.vllm.identity import has_plain_ids, prefix_hashes
+from kvferry.agent.vllm.params import FetchPrompt
 
 _MOST = 0.25
 _FEW_FREE = 0.1
@@ -51,52 +51,68 @@ class KeptTurns:
         self._free_blocks = free_blocks
         self._kept: dict[str, _Turn] = {}
         """By request, the oldest first, until the plane says that it has ended."""
+        self._blocks = Counter[str]()
+        """By client, of turns that are not about to be freed."""
         self._ending: set[str] = set()
 
-    def keep(self, request: Any, blocks: Sequence[int], keep_s: float) -> bool:
+    def keep(self, request: Any, blocks: Sequence[int], task: FetchPrompt) -> bool:
         """Keep what a request that ends has computed. False where it cannot be kept; else vLLM must not free
         its blocks until `ended`.
         """
-        if self._block_size is None or not keep_s or not has_plain_ids(request):
+        if self._block_size is None or not task.keep_s or not has_plain_ids(request):
             return False
         # The last token has no KV, and vLLM may have scheduled steps that it does not need any more.
         computed = min(request.num_computed_tokens, len(request.all_token_ids) - 1)
         count, most = computed // self._block_size, int(_MOST * self._num_blocks)
         if not 0 < count <= len(blocks) <= most:
             return False
-        while self.num_blocks + len(blocks) > most:
-            self._end_oldest()
+        turn = _Turn(len(blocks), task.keep_for)
+        while self.num_blocks + turn.num_blocks > most:
+            self._end_one(turn)
         hashes = prefix_hashes(request, request.all_token_ids[: count * self._block_size], self._block_size)
-        self._kept[request.request_id] = _Turn(len(blocks), request.cache_salt or "")
-        self._plane.keep(request.request_id, blocks[:count], hashes, keep_s)
+        self._kept[request.request_id] = turn
+        self._blocks[turn.client] += turn.num_blocks
+        self._plane.keep(request.request_id, blocks[:count], hashes, task.keep_s)
         return True
 
     @property
     def num_blocks(self) -> int:
         """Those that are kept and not about to be freed; one that two turns share counts twice."""
-        return sum(turn.num_blocks for key, turn in self._kept.items() if key not in self._ending)
+        return self._blocks.total()
 
     def make_room(self) -> None:
-        """Free the oldest if vLLM has few free blocks."""
+        """Free a turn if vLLM has few free blocks."""
         if self._kept and not self._ending and self._free_blocks() < _FEW_FREE * self._num_blocks:
-            self._end_oldest()
+            self._end_one()
 
     def ended(self, key: str) -> None:
         """Note that the blocks of a request may be freed."""
-        self._ending.discard(key)
-        del self._kept[key]
+        turn = self._kept.pop(key)
+        if key in self._ending:
+            self._ending.discard(key)
+        else:  # its time is over
+            self._leave(turn)
 
     def drop(self) -> None:
         """End all of them at once: the weights may have changed."""
         self._ending.update(self._kept)
+        self._blocks.clear()
         self._plane.drop_kept(list(self._kept))
 
-    def _end_oldest(self) -> None:
-        turns = {key: turn for key, turn in self._kept.items() if key not in self._ending}
-        held = Counter[str]()
-        for turn in turns.values():
-            held[turn.client] += turn.num_blocks
-        [(most, _)] = held.most_common(1)
-        key = next(key for key, turn in turns.items() if turn.client == most)
+    def _end_one(self, new: _Turn | None = None) -> None:
+        """End the oldest turn of the client that has most, with the new one."""
+        blocks = self._blocks.copy()
+        if new is not None and new.client in blocks:
+            blocks[new.client] += new.num_blocks
+        client = max(blocks, key=lambda each: (blocks[each], new is not None and each == new.client))
+        key = next(
+            key for key, turn in self._kept.items() if turn.client == client and key not in self._ending
+        )
         self._ending.add(key)
+        self._leave(self._kept[key])
         self._plane.end_kept(key)
+
+    def _leave(self, turn: _Turn) -> None:
+        self._blocks[turn.client] -= turn.num_blocks
+        if not self._blocks[turn.client]:
+            del self._blocks[turn.client]

@@ -71,12 +71,13 @@ class FetchPrompt(RemoteServer, frozen=True, kw_only=True):
     """A decode leg: the prompt's KV is at a prefill server.
 
     `keep_s`: for how many seconds the KV of the prompt and the answer is kept after the end, to be lent to
-    who computes the next turn.
+    who computes the next turn. `keep_for`: the client, by an id of its API key; "" for all without one.
     """
 
     transfer_id: _TransferId
     remote_num_tokens: _Count
     keep_s: Annotated[float, Meta(ge=0.0, le=MAX_KEEP_S)] = 0.0
+    keep_for: Annotated[str, Meta(max_length=64)] = ""
 
     @property
     def source(self) -> RemotePrompt:

@@ -3,8 +3,8 @@
 
 The file that `--api-keys` names holds a key per line, and after it, in any order and each at most once:
 `admin`, which also admits it to the operator's pages, `requests=RATE` and `tokens=RATE`
-(`proxy.api.rate_limit`), and `priority=N`, the lowest that its requests may have. Empty lines and lines that
-begin with `#` are skipped.
+(`proxy.api.rate_limit`), `priority=N`, the lowest that its requests may have, and `cache-ttl=SECONDS`, the
+longest for which their KV is kept. Empty lines and lines that begin with `#` are skipped.
 """
 
 from __future__ import annotations

@@ -165,7 +165,7 @@ class Completions:
             if rate_limit is not None and rate_limit.counts_tokens:
                 context = self._max_model_len(request.model)
                 tokens = TokenReservation(rate_limit, request, context, time.monotonic())
-            request = writer.count_tokens(_with_headers(request, head, client, self._keep_turns_s))
+            request = writer.count_tokens(_with_client(request, head, client, self._keep_turns_s))
             log.set_request(request, show_prompt=self._log_prompts)
             ids = new_identity(
                 endpoint,
@@ -253,19 +253,23 @@ def _parse_body(
     return request if salt_key is None else salted(request, salt_key)
 
 
-def _with_headers(
+def _with_client(
     request: ClientRequest, head: RequestHead, client: Client, keep_turns_s: float | None
 ) -> ClientRequest:
-    """Set what the headers and the client's key say of when the request is to be served, and for how long its
-    KV is to be kept. Raises `InvalidRequest`.
+    """Set what the headers, the client's key and this proxy say of when the request is to be served, and for
+    how long its KV may be kept. Raises `InvalidRequest`.
     """
     if client is ANONYMOUS and request.cache_ttl_s is None and _HEADERS.isdisjoint(head.headers):
         return request
     ttl_s = request.cache_ttl_s if (of_header := head.cache_ttl_s()) is None else of_header
-    most_s = 0.0 if keep_turns_s is None else client.max_cache_ttl_s or keep_turns_s
+    most_s = keep_turns_s if client.max_cache_ttl_s is None else client.max_cache_ttl_s
+    if keep_turns_s is None or most_s is None:
+        most_s, why = 0.0, "is not supported by this proxy"
+    else:
+        why = f"may be {most_s:g} at most"
     if ttl_s is not None and ttl_s > most_s:
-        why = f"may be {most_s:g} at most" if most_s else "is not supported by this proxy"
-        raise InvalidRequest(f"cache_ttl_s {why}", param="cache_ttl_s")
+        name = "cache_ttl_s" if of_header is None else "x-cache-ttl-s"
+        raise InvalidRequest(f"{name} {why}", param=name)
     asked = request.priority if (of_header := head.priority()) is None else of_header
     priority, body = max(asked, client.min_priority), request.body
     if priority != request.priority and request.asks_for("priority"):
@@ -279,6 +283,7 @@ def _with_headers(
         priority=priority,
         key=client.id,
         cache_ttl_s=ttl_s,
+        max_cache_ttl_s=most_s,
     )
 
 

@@ -184,10 +184,11 @@ class VllmKvferry(vllm.VllmDialect):
         return make_leg(sub, endpoints.decode_rank, vllm.decode_body(sub, self._fetch(sub, prefilled)))
 
     def _fetch(self, sub: SubRequest, prefilled: Prefilled) -> dict[str, Any] | None:
-        """The prefill's params, verbatim, and for how long to keep what comes of them."""
-        asked_s = sub.request.cache_ttl_s
-        keep_s = self.keep_turns_s if asked_s is None else asked_s
-        kept = {"keep_s": keep_s} if keep_s else {}
+        """The prefill's params, verbatim, and for how long and for whom to keep what comes of them."""
+        request = sub.request
+        default_s = min(self.keep_turns_s, request.max_cache_ttl_s)
+        keep_s = default_s if request.cache_ttl_s is None else request.cache_ttl_s
+        kept = {"keep_s": keep_s, "keep_for": request.key.hex()} if keep_s else {}
         return None if prefilled.params is None else {**prefilled.params, **kept}
 
     def prefix_source(self, lender: Register, min_tokens: int) -> dict[str, Any] | None:

@@ -141,7 +141,7 @@ class UpstreamConnection(asyncio.Protocol):
         """Received since the request was sent, or since the last piece of the body."""
         self._is_keep_alive = False
         self.idle_since = NO_DEADLINE
-        """Until the latest request was sent, if another came before it; on the loop's clock."""
+        """When the response before had been read, on the loop's clock."""
         self._may_be_stale = False
         """Whether it had been idle for `STALE_AFTER_S` then."""
         self._progress_at = 0.0

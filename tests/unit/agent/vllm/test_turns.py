@@ -188,11 +188,11 @@ def test_a_model_with_windows_neither_keeps_nor_asks() -> None:
 
 
 def decoded(
-    engine: Engine, name: str = "d", length: int = 10, keep_s: float = 9.0, ahead: int = 0, salt: str = ""
+    engine: Engine, name: str = "d", length: int = 10, keep_s: float = 9.0, ahead: int = 0, client: str = ""
 ) -> VllmRequest:
     """A decode leg that has ended after three tokens. `ahead`: steps that vLLM has scheduled beyond them."""
     request = engine.vllm.add(
-        VllmRequest(name, prompt(length), fetch_params(name, length) | {"keep_s": keep_s}, cache_salt=salt)
+        VllmRequest(name, prompt(length), fetch_params(name, length) | {"keep_s": keep_s, "keep_for": client})
     )
     engine.vllm.step()
     engine.plane.events.append(done(name))
@@ -255,14 +255,18 @@ def test_the_oldest_goes_when_much_is_kept() -> None:
 
 
 def test_of_two_clients_the_one_that_has_most_loses_its_oldest() -> None:
-    """One with many turns does not displace the others' only ones."""
+    """One with many turns does not displace another's only one, be it larger, and of equals loses its own."""
     engine = Engine()
-    decoded(engine, "first", length=13, salt="few")
-    names = [f"d{number}" for number in range(BLOCKS // 4 // 4 + 1)]
+    decoded(engine, "first", length=13 + 2 * BLOCK, client="few")
+    names = [f"d{number}" for number in range(BLOCKS // 4 // 4)]
     for name in names:
-        decoded(engine, name, length=13, salt="many")
+        decoded(engine, name, length=13, client="many")
     assert engine.plane.ended == ["d0", "d1"]
-    engine.plane.events += [KeptEnded(key=name) for name in ["first", *names]]
+    engine.plane.events.append(KeptEnded(key="first"))
+    engine.vllm.step()
+    decoded(engine, "other", length=13, client="few")
+    assert engine.plane.ended == ["d0", "d1"], "its time was over, so there is room again"
+    engine.plane.events += [KeptEnded(key=name) for name in ["other", *names]]
     engine.vllm.step()
     engine.check_all_free()
 

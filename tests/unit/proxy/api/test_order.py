@@ -20,6 +20,7 @@ from tests.unit.proxy.conftest import Stage, StartStage
 
 BODY = {"model": "stand-in", "prompt": [1, 2, 3], "max_tokens": 3}
 PLAIN, URGENT, BATCH = "plain-key-0123456789", "urgent-key-0123456789", "batch-key-0123456789"
+NONE = "none-kept-key-0123456789"
 LONG_S = 60.0
 """How long an answer takes that others wait for."""
 KEYS = f"{PLAIN}\n{URGENT} priority=-5 requests=100/s\n{BATCH} priority=7\n"
@@ -92,22 +93,29 @@ async def test_a_turn_is_kept_for_as_long_as_the_client_says_and_its_key_allows(
     start_stage: StartStage, tmp_path: Path
 ) -> None:
     path = tmp_path / "keys"
-    path.write_text(f"{PLAIN}\n{URGENT} cache-ttl=600\n")
+    path.write_text(f"{PLAIN}\n{URGENT} cache-ttl=600\n{BATCH} cache-ttl=10\n{NONE} cache-ttl=0\n")
     stage = await start_stage(api_keys=path, keep_turns_s=30.0)
     fabric, roles = Fabric(), ("prefill", "decode")
     made = [VllmKvferryServer(role=role, proxies=(stage.discovery,), fabric=fabric) for role in roles]
     _, decode = [await stage.bring(server) for server in made]
+    clients: list[str | None] = []
     for name, field, header, kept in (
         (PLAIN, None, {}, 30.0),
         (PLAIN, 12.5, {}, 12.5),
         (PLAIN, 30, {"x-cache-ttl-s": "0"}, None),
         (URGENT, 1, {"X-Cache-TTL-s": "600"}, 600.0),
         (URGENT, None, {}, 30.0),
+        (BATCH, None, {}, 10.0),
+        (NONE, None, {}, None),
     ):
         assert (await ask(stage, key(name) | header, prompt="a b", cache_ttl_s=field))[0] == 200
-        assert decode.asked[-1].body["kv_transfer_params"].get("keep_s") == kept
+        params = decode.asked[-1].body["kv_transfer_params"]
+        assert params.get("keep_s") == kept
+        clients.append(params.get("keep_for"))
         assert "cache_ttl_s" not in decode.asked[-1].body
-    for name, asked, most in ((PLAIN, 31, "30"), (URGENT, 601, "600")):
+    plain, again, _, urgent, also_urgent, batch, _ = clients
+    assert plain == again and urgent == also_urgent and len({plain, urgent, batch}) == 3
+    for name, asked, most in ((PLAIN, 31, "30"), (URGENT, 601, "600"), (NONE, 1, "0")):
         status, answer, _ = await ask(stage, key(name), cache_ttl_s=asked)
         assert (status, answer["error"]["param"]) == (400, "cache_ttl_s")
         assert f"may be {most} at most" in answer["error"]["message"]
