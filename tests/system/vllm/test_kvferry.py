@@ -109,7 +109,7 @@ async def started(
 ) -> AsyncIterator[Stack]:
     """A proxy, and two servers of so many ranks that announce themselves to it, or three."""
     async with AsyncExitStack() as stack:
-        words = (*PROXY, "--decode-only-fallback", "false", *proxy_words)
+        words = (*PROXY, "--decode-only-fallback", "false", *STARVED_PROXY, *proxy_words)
         proxy = await start_process("proxy", words, log_dir)
         stack.push_async_callback(proxy.stop)
         discovery = f"127.0.0.1:{proxy.listening['discovery_port']}"
@@ -195,7 +195,7 @@ async def test_servers_of_several_ranks_answer_as_one_server_does(
 ) -> None:
     """Each rank of the decode server reads its heads from the ranks that have them."""
     bodies = [body(prompt.prompt, chat=False) | {"temperature": 0} for prompt in heldout(PROMPTS)]
-    async with started(tmp_path, tp=tp, lease_s=STARVED_LEASE_S, proxy_words=STARVED_PROXY) as stack:
+    async with started(tmp_path, tp=tp, lease_s=STARVED_LEASE_S) as stack:
         wanted = await answers(stack.http, stack.prefill.url, [salted(each) for each in bodies])
         assert len({str(answer.texts) for answer in wanted}) > PROMPTS // 2
         found = await answers(stack.http, stack.proxy_url, [salted(each) for each in bodies])
