@@ -238,7 +238,7 @@ class PrefixLenders:
 
     def note(self, pair: Pair, request: RoutingRequest) -> None:
         """Record who computes the prompt and who decodes the answer."""
-        if self._is_long(request) and pair.decode.info.dialect in self._dialects:
+        if request.is_kept and self._is_long(request) and pair.decode.info.dialect in self._dialects:
             self._index.remember(request.chunks, pair.decode.incarnation)
             if self._by_cost:
                 self._computed.remember(request.chunks, pair.prefill.incarnation)

@@ -37,7 +37,8 @@ class RoutingRequest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     `cache_salt`: agents share prefixes only among requests with the same one. `ttft_s` and `tpot_s`: the
     client's objectives, the time to the first token and per token; None leaves the fleet's. `max_tokens`: of
     each sequence, at most; None if the client has set no limit. Where requests wait, those of a lower
-    `priority` go first, and those of one `key`, the client's, share with others.
+    `priority` go first, and those of one `key`, the client's, share with others. `is_kept`: its KV may be
+    lent to the next turn.
     """
 
     model: str
@@ -53,6 +54,7 @@ class RoutingRequest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     max_tokens: int | None = None
     priority: int = 0
     key: bytes = b""
+    is_kept: bool = True
 
     @cached_property
     def tokens(self) -> int:
@@ -137,6 +139,7 @@ def routing_request(request: ClientRequest, session: str | None) -> RoutingReque
         max_tokens=request.max_tokens,
         priority=request.priority,
         key=request.key,
+        is_kept=request.cache_ttl_s != 0,
     )
 
 

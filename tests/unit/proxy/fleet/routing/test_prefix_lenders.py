@@ -66,6 +66,12 @@ def test_servers_of_vllm_are_named_where_they_keep_turns(keeps_turns: bool) -> N
     )
 
 
+def test_nobody_is_named_for_a_turn_that_is_not_kept() -> None:
+    router, agents = make_router(), fleet()
+    choose(router, agents, is_kept=False)
+    assert lender(choose(router, agents, [*TURN, *TURN])) is None
+
+
 def test_the_longest_beginning_counts() -> None:
     router, agents = make_router(), fleet()
     choose(router, agents)
