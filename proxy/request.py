@@ -10,9 +10,9 @@ decoding checks the syntax without making objects. What is decoded has bounds of
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta, Raw, field
@@ -23,6 +23,8 @@ from kvferry.common.json_errors import check_utf8
 from kvferry.proxy.errors import NOT_JSON, InvalidRequest, UnsupportedEncoding
 from kvferry.proxy.ids import Endpoint, RequestId
 from kvferry.proxy.wire.dialects import MAX_KEEP_S
+
+T = TypeVar("T")
 
 MAX_CHOICES = 128
 MAX_MODEL_CHARS = 1024
@@ -68,22 +70,15 @@ class RequestHead:
 
     def objective_s(self, name: str) -> float | None:
         """Return an objective of the client's, which the header has in ms. Raises `InvalidRequest`."""
-        value = self._number(name, "ms", MIN_OBJECTIVE_MS, MAX_OBJECTIVE_MS)
-        return None if value is None else value / 1000
+        return self._parsed(name, _parse_objective)
 
     def cache_ttl_s(self) -> float | None:
         """Return what the header `x-cache-ttl-s` has. Raises `InvalidRequest`."""
-        return self._number("x-cache-ttl-s", "seconds", 0, MAX_KEEP_S)
+        return self._parsed("x-cache-ttl-s", parse_cache_ttl)
 
     def priority(self) -> int | None:
         """Return the priority that the header `x-priority` has. Raises `InvalidRequest`."""
-        value = self.header(b"x-priority")
-        if value is None:
-            return None
-        try:
-            return parse_priority(value)
-        except ValueError as error:
-            raise InvalidRequest(f"the header x-priority {error}", param="x-priority") from error
+        return self._parsed("x-priority", parse_priority)
 
     def rejects_late(self) -> bool:
         """Whether the header `x-slo-reject` has the request rejected where its first token would be late.
@@ -95,14 +90,21 @@ class RequestHead:
             raise InvalidRequest("the header x-slo-reject must be true or false", param="x-slo-reject")
         return value == "true"
 
-    def _number(self, name: str, unit: str, least: float, most: float) -> float | None:
+    def _parsed(self, name: str, parse: Callable[[str], T]) -> T | None:
         value = self.header(name.encode())
         if value is None:
             return None
-        if not _NUMBER.fullmatch(value) or not least <= float(value) <= most:
-            message = f"the header {name} must be a number of {unit}, from {least:g} to {most:.0f}"
-            raise InvalidRequest(message, param=name)
-        return float(value)
+        try:
+            return parse(value)
+        except ValueError as error:
+            raise InvalidRequest(f"the header {name} {error}", param=name) from error
+
+
+def _parse_objective(text: str) -> float:
+    """Parse a number of ms; returns seconds. Raises `ValueError`."""
+    if not _NUMBER.fullmatch(text) or not MIN_OBJECTIVE_MS <= float(text) <= MAX_OBJECTIVE_MS:
+        raise ValueError(f"must be a number of ms, from {MIN_OBJECTIVE_MS} to {int(MAX_OBJECTIVE_MS)}")
+    return float(text) / 1000
 
 
 def parse_cache_ttl(text: str) -> float:

@@ -91,7 +91,7 @@ class KeptTurns:
         if key in self._ending:
             self._ending.discard(key)
         else:  # its time is over
-            self._leave(turn)
+            self._blocks -= Counter({turn.client: turn.num_blocks})
 
     def drop(self) -> None:
         """End all of them at once: the weights may have changed."""
@@ -109,10 +109,5 @@ class KeptTurns:
             key for key, turn in self._kept.items() if turn.client == client and key not in self._ending
         )
         self._ending.add(key)
-        self._leave(self._kept[key])
+        self._blocks -= Counter({client: self._kept[key].num_blocks})
         self._plane.end_kept(key)
-
-    def _leave(self, turn: _Turn) -> None:
-        self._blocks[turn.client] -= turn.num_blocks
-        if not self._blocks[turn.client]:
-            del self._blocks[turn.client]

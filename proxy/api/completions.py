@@ -262,10 +262,10 @@ def _with_client(
     if client is ANONYMOUS and request.cache_ttl_s is None and _HEADERS.isdisjoint(head.headers):
         return request
     ttl_s = request.cache_ttl_s if (of_header := head.cache_ttl_s()) is None else of_header
-    most_s = keep_turns_s if client.max_cache_ttl_s is None else client.max_cache_ttl_s
-    if keep_turns_s is None or most_s is None:
+    if keep_turns_s is None:
         most_s, why = 0.0, "is not supported by this proxy"
     else:
+        most_s = keep_turns_s if client.max_cache_ttl_s is None else client.max_cache_ttl_s
         why = f"may be {most_s:g} at most"
     if ttl_s is not None and ttl_s > most_s:
         name = "cache_ttl_s" if of_header is None else "x-cache-ttl-s"

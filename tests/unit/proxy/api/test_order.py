@@ -59,6 +59,13 @@ def key(name: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {name}"}
 
 
+async def vllm_servers(stage: Stage) -> list[VllmKvferryServer]:
+    """A prefill and a decode server, ready."""
+    fabric, roles = Fabric(), ("prefill", "decode")
+    made = [VllmKvferryServer(role=role, proxies=(stage.discovery,), fabric=fabric) for role in roles]
+    return [await stage.bring(server) for server in made]
+
+
 async def test_a_priority_goes_as_far_as_the_key_allows(start_stage: StartStage, key_file: Path) -> None:
     stage = await start_stage(api_keys=key_file)
     _, decode = await stage.pair(max_running=1)
@@ -75,9 +82,7 @@ async def test_a_field_that_reaches_servers_has_what_the_key_allows(
     start_stage: StartStage, key_file: Path
 ) -> None:
     stage = await start_stage(api_keys=key_file, allow_fields=("priority",))
-    fabric, roles = Fabric(), ("prefill", "decode")
-    made = [VllmKvferryServer(role=role, proxies=(stage.discovery,), fabric=fabric) for role in roles]
-    servers = [await stage.bring(server) for server in made]
+    servers = await vllm_servers(stage)
     for name, field, header, reaches in (
         (PLAIN, -9, {}, 0),
         (URGENT, -4, {}, -4),
@@ -95,9 +100,7 @@ async def test_a_turn_is_kept_for_as_long_as_the_client_says_and_its_key_allows(
     path = tmp_path / "keys"
     path.write_text(f"{PLAIN}\n{URGENT} cache-ttl=600\n{BATCH} cache-ttl=10\n{NONE} cache-ttl=0\n")
     stage = await start_stage(api_keys=path, keep_turns_s=30.0)
-    fabric, roles = Fabric(), ("prefill", "decode")
-    made = [VllmKvferryServer(role=role, proxies=(stage.discovery,), fabric=fabric) for role in roles]
-    _, decode = [await stage.bring(server) for server in made]
+    _, decode = await vllm_servers(stage)
     clients: list[str | None] = []
     for name, field, header, kept in (
         (PLAIN, None, {}, 30.0),
